@@ -1,0 +1,1 @@
+"""Headrace: RL post-training in which generator and trainer run at matching rates."""

@@ -1,0 +1,1 @@
+"""Task sources, episodes and rewards: text in, text out. No torch, no tokenizers."""

@@ -1,0 +1,1 @@
+"""Starting roles: local processes. The only place that spawns them."""

@@ -1,0 +1,1 @@
+"""Train-versus-engine diagnostics on plain arrays. No torch."""

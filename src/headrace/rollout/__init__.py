@@ -1,0 +1,1 @@
+"""Engines and episodes: everything between a prompt and a graded, token-exact sample."""

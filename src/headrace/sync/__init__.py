@@ -1,0 +1,1 @@
+"""Weight delivery: knows arrays and bytes, not trainers or engines."""

@@ -1,0 +1,69 @@
+"""The publishing side: write one version durably, then name it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+from safetensors.numpy import serialize
+
+from headrace.errors import SyncError, boundary
+from headrace.sync.manifest import Manifest, TensorInfo, chain_digest
+
+_DTYPES = {"bfloat16": "BF16", "float32": "F32", "float16": "F16"}
+
+
+def tensor_info(name: str, array: NDArray[np.generic]) -> TensorInfo:
+    """Identity of one tensor: dtype, shape and xxh3-128 of its raw bytes."""
+    dtype = _DTYPES.get(array.dtype.name)
+    if dtype is None:
+        raise SyncError(f"tensor {name!r} has dtype {array.dtype.name}; a version holds {', '.join(_DTYPES)} only")
+    if not array.flags.c_contiguous:
+        raise SyncError(f"tensor {name!r} is not contiguous; its bytes would not be its values")
+    digest = xxhash.xxh3_128_hexdigest(memoryview(array.view(np.uint8).reshape(-1)))
+    return TensorInfo(name=name, dtype=dtype, shape=tuple(array.shape), digest=digest)
+
+
+def write_version(
+    folder: Path, *, run_id: str, version: int, arrays: Iterable[tuple[str, NDArray[np.generic]]]
+) -> Manifest:
+    """Write a full snapshot as `folder`/v000012.safetensors: temp file, fsync, rename; then return its manifest.
+
+    `arrays` are C-contiguous with shapes as served. Raises SyncError; a failed write leaves no file behind.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"v{version:06d}.safetensors"
+    partial = path.with_suffix(f".partial-{os.getpid()}")
+    tensors = dict(arrays)
+    infos = tuple(tensor_info(name, array) for name, array in sorted(tensors.items()))
+    manifest = Manifest(
+        run_id=run_id,
+        version=version,
+        digest=chain_digest(infos),
+        path=str(path),
+        tensors=infos,
+        bytes=sum(a.nbytes for a in tensors.values()),
+    )
+    try:
+        with boundary(SyncError, f"writing version {version} to {path}"):
+            blob = serialize(tensors, metadata={"run_id": run_id, "version": str(version), "digest": manifest.digest})
+            with partial.open("wb") as file:
+                file.write(blob)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return manifest
+
+
+def retain(folder: Path, versions: Iterable[int]) -> None:
+    """Delete snapshots of all versions but these."""
+    keep = {f"v{version:06d}.safetensors" for version in versions}
+    for path in folder.glob("v*.safetensors"):
+        if path.name not in keep:
+            path.unlink(missing_ok=True)

@@ -1,0 +1,1 @@
+"""The learner and the pure functions it composes: advantages, losses, corrections, batching."""
