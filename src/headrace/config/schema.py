@@ -90,8 +90,8 @@ class SamplingConfig(Section):
     def _no_silent_truncation(self) -> Self:
         if (self.top_p < 1.0 or self.top_k > 0) and not self.allow_truncation:
             raise ValueError(
-                f"top_p = {self.top_p}, top_k = {self.top_k} truncate the distribution: the engine renormalises over the "
-                "kept tokens and the trainer does not, so every ratio is biased by the kept mass. "
+                f"top_p = {self.top_p}, top_k = {self.top_k} truncate the distribution: the engine renormalises over "
+                "the kept tokens and the trainer does not, so every ratio is biased by the kept mass. "
                 "Use top_p = 1.0 and top_k = 0, or set sampling.allow_truncation = true to accept the bias"
             )
         return self
@@ -169,8 +169,8 @@ class FlowConfig(Section):
             raise ValueError(f"min_group = {self.min_scored} is larger than group_size = {self.group_size}")
         if self.max_running and self.max_running < self.group_size:
             raise ValueError(
-                f"max_running = {self.max_running} is smaller than group_size = {self.group_size}: members of a group start "
-                "together, so nothing could ever start; raise max_running or set 0"
+                f"max_running = {self.max_running} is smaller than group_size = {self.group_size}: members of a group "
+                "start together, so nothing could ever start; raise max_running or set 0"
             )
         return self
 

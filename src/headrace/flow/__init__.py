@@ -1,1 +1,4 @@
-"""The heart: pure state machines that decide what starts, what trains and when weights swap. Events in, decisions out; no asyncio, sockets, sleeps, tensors, files."""
+"""The heart: pure state machines that decide what starts, what trains and when weights swap.
+
+Events in, decisions out; no asyncio, sockets, sleeps, tensors or files.
+"""

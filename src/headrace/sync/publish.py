@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
-from safetensors.numpy import serialize
+from safetensors.numpy import save
 
 from headrace.errors import SyncError, boundary
 from headrace.sync.manifest import Manifest, TensorInfo, chain_digest
@@ -24,7 +24,7 @@ def tensor_info(name: str, array: NDArray[np.generic]) -> TensorInfo:
         raise SyncError(f"tensor {name!r} has dtype {array.dtype.name}; a version holds {', '.join(_DTYPES)} only")
     if not array.flags.c_contiguous:
         raise SyncError(f"tensor {name!r} is not contiguous; its bytes would not be its values")
-    digest = xxhash.xxh3_128_hexdigest(memoryview(array.view(np.uint8).reshape(-1)))
+    digest = xxhash.xxh3_128_hexdigest(array.reshape(-1).view(np.uint8).data)
     return TensorInfo(name=name, dtype=dtype, shape=tuple(array.shape), digest=digest)
 
 
@@ -50,7 +50,7 @@ def write_version(
     )
     try:
         with boundary(SyncError, f"writing version {version} to {path}"):
-            blob = serialize(tensors, metadata={"run_id": run_id, "version": str(version), "digest": manifest.digest})
+            blob = save(tensors, metadata={"run_id": run_id, "version": str(version), "digest": manifest.digest})
             with partial.open("wb") as file:
                 file.write(blob)
                 file.flush()
