@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import ml_dtypes  # noqa: F401  (registers bfloat16 with NumPy)
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import safe_open
-from safetensors.numpy import load
+from safetensors import deserialize, safe_open
 
 from headrace.errors import SyncError, boundary
 from headrace.sync.manifest import Manifest, chain_digest
 from headrace.sync.publish import tensor_info
+
+_DTYPES = {"BF16": np.dtype(ml_dtypes.bfloat16), "F32": np.dtype(np.float32), "F16": np.dtype(np.float16)}
 
 
 def read_version(manifest: Manifest, *, run_id: str) -> dict[str, NDArray[np.generic]]:
@@ -26,7 +27,10 @@ def read_version(manifest: Manifest, *, run_id: str) -> dict[str, NDArray[np.gen
     with boundary(SyncError, f"reading version {manifest.version} from {path}"):
         with safe_open(path, framework="numpy") as file:
             stored = (file.metadata() or {}).get("run_id")
-        tensors: dict[str, NDArray[np.generic]] = load(path.read_bytes())
+        tensors: dict[str, NDArray[np.generic]] = {
+            name: np.frombuffer(view["data"], dtype=_DTYPES[view["dtype"]]).reshape(view["shape"])
+            for name, view in deserialize(path.read_bytes())
+        }
     if stored != run_id:
         raise SyncError(f"{path} was written by run {stored!r}, this is {run_id!r}")
     infos = tuple(tensor_info(name, array) for name, array in sorted(tensors.items()))
