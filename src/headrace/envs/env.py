@@ -49,3 +49,5 @@ class Task:
     """Content hash of both prompt sets; stored in checkpoints, a different one is refused at resume."""
     families: tuple[str, ...] = field(default=())
     """Task names that occur, for reports."""
+    notes: tuple[str, ...] = field(default=())
+    """What a report must say about the data, e.g. that evaluation repeats training questions."""
