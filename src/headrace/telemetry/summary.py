@@ -1,0 +1,185 @@
+"""The end of a run on one screen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rich.console import Console, Group, RenderableType
+from rich.panel import Panel
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from headrace.telemetry.format import count, duration, percent, sparkline
+from headrace.telemetry.panels import share_bar
+from headrace.telemetry.records import BUCKETS, RunSummary
+
+TRAINER_NAMES: Mapping[str, str] = {
+    "busy": "busy",
+    "wait_data": "data",
+    "wait_bound": "bound",
+    "hand_off": "hand-off",
+    "idle": "idle",
+}
+# The generator's shares borrow the trainer's colours: work green, held by the bound magenta, hand-off blue.
+GENERATOR_NAMES: Mapping[str, tuple[str, str]] = {
+    "decode": ("busy", "green"),
+    "prefill": ("data", "yellow"),
+    "blocked": ("bound", "magenta"),
+    "paused": ("hand-off", "blue"),
+    "idle": ("idle", "bright_black"),
+}
+WIDTH_MAX = 100
+LABEL_WIDTH = 16
+
+
+def print_summary(console: Console, summary: RunSummary) -> None:
+    """Print the final table; fits 72 columns and wider."""
+    width = min(console.width, WIDTH_MAX)
+    console.print(summary_panel(summary, width), soft_wrap=False)
+    # Paths stand outside the box, unwrapped, so that they can be copied.
+    console.print(Text(f"  run folder  {summary.run_dir}", style="bold"), soft_wrap=True)
+    if summary.model_dir is not None:
+        console.print(Text(f"  model       {summary.model_dir}", style="bold"), soft_wrap=True)
+
+
+def summary_panel(summary: RunSummary, width: int) -> Panel:
+    """The table as a renderable of `width` columns."""
+    bar_width = max(16, width - 4 - LABEL_WIDTH)
+    parts: list[RenderableType] = [
+        _grid(_results(summary)),
+        Rule("tokens and groups", style="dim"),
+        _grid(_accounts(summary)),
+        Rule("shares of training time", style="dim"),
+        _grid(_shares(summary, bar_width)),
+    ]
+    fine = summary.balanced and not summary.reason.startswith("failed")
+    title = Text(f" {summary.reason} ", style="bold green" if fine else "bold red")
+    return Panel(
+        Group(*parts),
+        title=title,
+        title_align="left",
+        border_style="green" if fine else "red",
+        width=width,
+        padding=(0, 1),
+    )
+
+
+def _results(summary: RunSummary) -> list[tuple[str, Text]]:
+    train_s = summary.train_s
+    groups_trained = summary.groups.get("trained", 0)
+    time = Text(duration(summary.total_s), style="bold")
+    time.append(f"  training {duration(train_s)}", style="dim")
+    if train_s > 0:
+        time.append(f"  {count(summary.trained_tok / train_s)} tok/s, ", style="dim")
+        time.append(f"{count(groups_trained / train_s)} groups/s trained", style="dim")
+    steps = Text(str(summary.steps), style="bold")
+    steps.append(f"  policy version {summary.version}", style="dim")
+    return [
+        ("accuracy", _accuracy(summary)),
+        ("reward", _change(summary.reward_first, summary.reward_last)),
+        ("steps", steps),
+        ("time", time),
+    ]
+
+
+def _accuracy(summary: RunSummary) -> Text:
+    before, after = summary.accuracy_before, summary.accuracy_after
+    if before is None and after is None:
+        return Text("not measured", style="dim")
+    line = Text(percent(before, 1) if before is not None else "?")
+    line.append("  →  ", style="dim")
+    line.append(percent(after, 1) if after is not None else "?", style="bold")
+    if before is not None and after is not None:
+        change = 100 * (after - before)
+        line.append(f"  {change:+.1f} points", style="bold green" if change >= 0 else "bold red")
+    line.append(f"  ({summary.eval_prompts} held-out prompts)", style="dim")
+    return line
+
+
+def _change(first: float | None, last: float | None) -> Text:
+    if first is None or last is None:
+        return Text("no step was done", style="dim")
+    line = Text(f"{first:.3f}")
+    line.append("  →  ", style="dim")
+    line.append(f"{last:.3f}", style="bold")
+    return line
+
+
+def _accounts(summary: RunSummary) -> list[tuple[str, Text]]:
+    made = max(1, summary.generated_tok)
+    wasted = sum(summary.wasted_tok.values())
+    rows = [
+        ("generated", Text(f"{count(summary.generated_tok)} tokens")),
+        ("trained", Text(f"{count(summary.trained_tok)} tokens  {percent(summary.trained_tok / made, 1)}")),
+    ]
+    if summary.masked_tok:
+        rows.append(("masked", Text(f"{count(summary.masked_tok)} tokens  {percent(summary.masked_tok / made, 1)}")))
+    rows.append(("wasted", Text(f"{count(wasted)} tokens  {percent(wasted / made, 1)}")))
+    for reason, tok in sorted(summary.wasted_tok.items(), key=lambda item: -item[1]):
+        if tok:
+            rows.append(("", Text(f"{count(tok)} {reason.replace('_', ' ')}  {percent(tok / made, 1)}", style="dim")))
+    ended = [f"{summary.groups[b]} {b.replace('_', ' ')}" for b in BUCKETS if summary.groups.get(b)]
+    rows.append(("groups", Text(f"{summary.admitted} admitted: {', '.join(ended) or 'none ended'}")))
+    rows.append(("ledger", _ledger(summary)))
+    if summary.lag_hist:
+        rows.append(("lag", _lag(summary.lag_hist)))
+    if summary.accept_by_length:
+        rows.append(("accepted", _accepted(summary.accept_by_length)))
+    return rows
+
+
+def _ledger(summary: RunSummary) -> Text:
+    if summary.balanced:
+        return Text("balanced: every group and token is accounted for", style="green")
+    groups = summary.admitted - sum(summary.groups.values())
+    tok = summary.generated_tok - summary.trained_tok - summary.masked_tok - sum(summary.wasted_tok.values())
+    return Text(f"NOT balanced: {groups} groups and {tok} tokens are unaccounted for", style="bold red")
+
+
+def _lag(lag_hist: Mapping[int, int]) -> Text:
+    whole = max(1, sum(lag_hist.values()))
+    mean = sum(lag * tok for lag, tok in lag_hist.items()) / whole
+    line = Text(f"mean {mean:.2f}  max {max(lag_hist)}  ")
+    for lag in sorted(lag_hist):
+        line.append(f" {lag}: {percent(lag_hist[lag] / whole)} ", style="dim")
+    return line
+
+
+def _accepted(shares: tuple[float, ...]) -> Text:
+    line = Text("short ", style="dim")
+    # Scaled from 0, not from the least: equal shares shall look equal.
+    line.append(sparkline([0.0, 1.0, *shares], len(shares) + 2)[2:], style="green")
+    line.append(" long", style="dim")
+    line.append(f"  {percent(shares[0])} → {percent(shares[-1])} of groups trained, by length", style="dim")
+    return line
+
+
+def _shares(summary: RunSummary, bar_width: int) -> list[tuple[str, Text]]:
+    trainer = {short: summary.trainer_shares.get(name, 0.0) for name, short in TRAINER_NAMES.items()}
+    generator = {bar_name: summary.generator_shares.get(name, 0.0) for name, (bar_name, _) in GENERATOR_NAMES.items()}
+    generator_legend = Text("  ").join(
+        Text.assemble((name, style), f" {percent(summary.generator_shares.get(name, 0.0))}")
+        for name, (_, style) in GENERATOR_NAMES.items()
+    )
+    trainer_legend = Text("  ").join(
+        Text.assemble((short, style), f" {percent(trainer[short])}")
+        for short, style in zip(
+            TRAINER_NAMES.values(), ("green", "yellow", "magenta", "blue", "bright_black"), strict=True
+        )
+    )
+    return [
+        ("trainer", share_bar(trainer, bar_width)),
+        ("", trainer_legend),
+        ("generator", share_bar(generator, bar_width)),
+        ("", generator_legend),
+    ]
+
+
+def _grid(rows: list[tuple[str, Text]]) -> Table:
+    table = Table.grid()
+    table.add_column(width=LABEL_WIDTH, style="dim")
+    table.add_column()
+    for label, value in rows:
+        table.add_row(label, value)
+    return table
