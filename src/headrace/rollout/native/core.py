@@ -1,0 +1,368 @@
+"""The embedded engine's core: which request runs when.
+
+    add -> waiting -> admit: take a row, prefill the prompt but its last token (or copy a group member's KV)
+                   -> decode: each step feeds every row its last token and samples the next one
+                   -> end token, stop string, length, cancel -> Completion; the row is free
+    stage, swap: between two steps; a swap exchanges weights and starts new spans
+
+Rows 0..n-1 are in use whenever a step decodes, so that the arithmetic needs no gathering.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from headrace.clock import Clock, WallClock
+from headrace.config.schema import EngineConfig
+from headrace.errors import ConfigError, EngineError, SyncError
+from headrace.records import Completion, FinishReason, GenRequest
+from headrace.rollout.engine import EngineStats, KvPolicy, SwapReport
+from headrace.rollout.native import loading
+from headrace.rollout.native.backend import Backend
+from headrace.rollout.native.decoder import Decoder, supports
+from headrace.rollout.native.fallback import Fallback
+from headrace.rollout.native.running import Running
+from headrace.rollout.native.sampling import draw
+from headrace.rollout.native.text import Detokenizer
+from headrace.sync.manifest import Manifest, TensorInfo, chain_digest
+from headrace.sync.receive import read_version
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
+
+
+class NativeCore:
+    """Continuous batching over a Backend; implements `engine.EngineCore`."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        config: EngineConfig,
+        run_id: str,
+        version: int,
+        end_ids: frozenset[int],
+        detokenizer: Detokenizer,
+        clock: Clock,
+    ) -> None:
+        self._backend, self._config, self._run_id = backend, config, run_id
+        self._end_ids, self._detokenizer, self._clock = end_ids, detokenizer, clock
+        self._version, self._digest = version, chain_digest(backend.infos)
+        self._waiting: deque[Running] = deque()
+        self._rows: list[Running | None] = []
+        self._ended: list[Completion] = []
+        self._staged: dict[int, tuple[str, tuple[TensorInfo, ...], Any]] = {}
+        self._decode_tok = self._prefill_tok = self._shared_tok = 0
+        self._decode_s = self._prefill_s = self._paused_s = 0.0
+
+    # --- requests
+
+    def add(self, requests: Sequence[GenRequest]) -> None:
+        known = {r.request.id for r in (*self._running(), *self._waiting)}
+        now_s = self._clock.now()
+        for request in requests:
+            if request.id in known:
+                raise EngineError(f"request id {request.id!r} is in use; ids of unfinished requests must differ")
+            known.add(request.id)
+            item = Running(request=request, arrived_s=now_s, ids=list(request.prompt_ids))
+            reason = self._refusal(request)
+            if reason:
+                self._ended.append(item.complete("error", now_s=now_s, error=reason))
+            else:
+                self._waiting.append(item)
+
+    def cancel(self, request_id: str) -> None:
+        for item in self._waiting:
+            if item.request.id == request_id:
+                self._waiting.remove(item)
+                self._end(item, "cancelled")
+                return
+        for row, running in enumerate(self._rows):
+            if running is not None and running.request.id == request_id:
+                self._rows[row] = None
+                self._end(running, "cancelled")
+                return
+
+    @torch.inference_mode()
+    def step(self) -> list[Completion]:
+        self._admit()
+        self._compact()
+        if self._rows:
+            self._decode()
+        ended, self._ended = self._ended, []
+        return ended
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._waiting or self._ended or any(r is not None for r in self._rows))
+
+    # --- weights
+
+    @torch.inference_mode()
+    def stage(self, manifest: Manifest) -> None:
+        if manifest.version == self._version and manifest.digest == self._digest:
+            return
+        if manifest.version <= self._version:
+            raise SyncError(
+                f"version {manifest.version} (digest {manifest.digest}) cannot be staged: "
+                f"the engine serves v{self._version} (digest {self._digest}) and versions never go down"
+            )
+        staged = self._staged.get(manifest.version)
+        if staged is not None and staged[0] == manifest.digest:
+            return
+        started_s = self._clock.now()
+        arrays = read_version(manifest, run_id=self._run_id)
+        _check_same_model(manifest, self._backend.infos)
+        self._staged[manifest.version] = (manifest.digest, manifest.tensors, self._backend.stage(arrays))
+        self._paused_s += self._clock.now() - started_s
+
+    @torch.inference_mode()
+    def swap(self, version: int, kv: KvPolicy) -> SwapReport:
+        running = list(self._running())
+        recomputed_tok, started_s = 0, self._clock.now()
+        if version != self._version:
+            if version not in self._staged:
+                have = ", ".join(f"v{v}" for v in sorted(self._staged)) or "none"
+                raise SyncError(
+                    f"cannot swap to v{version}: the engine serves v{self._version}, staged versions: {have}"
+                )
+            self._digest, infos, weights = self._staged[version]
+            self._backend.swap(weights, infos)
+            self._version = version
+            self._staged = {v: staged for v, staged in self._staged.items() if v > version}
+            if kv != "keep":
+                recomputed_tok = self._recompute()
+            if kv == "flush":
+                for item in running:
+                    item.shares = False
+        pause_s = self._clock.now() - started_s
+        self._paused_s += pause_s
+        return SwapReport(
+            version=self._version,
+            digest=self._digest,
+            running=len(running),
+            pause_s=pause_s,
+            recomputed_tok=recomputed_tok,
+        )
+
+    def stats(self) -> EngineStats:
+        running = list(self._running())
+        room_tok = self._config.max_batch * self._config.max_context_tok
+        return EngineStats(
+            version=self._version,
+            digest=self._digest,
+            running=len(running),
+            waiting=len(self._waiting),
+            kv_used_frac=sum(len(r.ids) for r in running) / room_tok,
+            decode_tok=self._decode_tok,
+            prefill_tok=self._prefill_tok,
+            shared_tok=self._shared_tok,
+            decode_s=self._decode_s,
+            prefill_s=self._prefill_s,
+            idle_s=0.0,
+            paused_s=self._paused_s,
+        )
+
+    # --- inside a step
+
+    def _running(self) -> list[Running]:
+        return [r for r in self._rows if r is not None]
+
+    def _refusal(self, request: GenRequest) -> str:
+        """Why a request can never run here, or empty."""
+        sampling, prompt_tok = request.sampling, len(request.prompt_ids)
+        if prompt_tok == 0:
+            return "the prompt has no tokens"
+        if sampling.max_new_tok < 1:
+            return f"max_new_tok = {sampling.max_new_tok} must be >= 1"
+        if prompt_tok + sampling.max_new_tok > self._config.max_context_tok:
+            return (
+                f"prompt of {prompt_tok} tokens + max_new_tok = {sampling.max_new_tok} = "
+                f"{prompt_tok + sampling.max_new_tok} tokens, the limit is "
+                f"engine.max_context_tok = {self._config.max_context_tok}"
+            )
+        wrong = next((i for i in request.prompt_ids if not 0 <= i < self._backend.vocab), None)
+        if wrong is not None:
+            return f"prompt token id {wrong} is outside the vocabulary [0, {self._backend.vocab})"
+        if sampling.stop and not self._detokenizer.available:
+            return f"stop strings {sampling.stop!r} need a tokenizer in the model folder, which has none"
+        return ""
+
+    def _admit(self) -> None:
+        """Give rows to waiting requests; prefill each different prompt once."""
+        donors = {
+            r.prefix: row
+            for row, r in enumerate(self._rows)
+            if r is not None and r.shares and r.kv_version == self._version
+        }
+        fresh: list[int] = []
+        copies: list[tuple[int, int]] = []
+        free = [row for row, r in enumerate(self._rows) if r is None]
+        free += range(len(self._rows), self._config.max_batch)
+        for row in free:
+            item = self._next_waiting()
+            if item is None:
+                break
+            item.kv_version = self._version
+            self._rows[row : row + 1] = [item]
+            if self._backend.can_share and item.request.group_id and item.prefix in donors:
+                copies.append((donors[item.prefix], row))
+            else:
+                fresh.append(row)
+                donors[item.prefix] = row
+        if not fresh and not copies:
+            return
+        started_s = self._clock.now()
+        self._prefill_tok += self._prefill(fresh)
+        for src, dst in copies:
+            prefix_tok = len(self._row(dst).ids) - 1
+            self._backend.copy_row(src, dst, prefix_tok)
+            self._shared_tok += prefix_tok
+        self._prefill_s += self._clock.now() - started_s
+
+    def _next_waiting(self) -> Running | None:
+        """The next request that may start; those that want newer weights end here."""
+        while self._waiting:
+            item = self._waiting.popleft()
+            if item.request.min_version <= self._version:
+                return item
+            wants = f"the engine serves v{self._version}, the request wants >= v{item.request.min_version}"
+            self._end(item, "error", error=wants)
+        return None
+
+    def _prefill(self, rows: list[int]) -> int:
+        """Compute the KV of all tokens but the last one of each row; returns how many."""
+        ids = [self._row(row).ids[:-1] for row in rows]
+        self._backend.prefill(rows, ids)
+        return sum(len(i) for i in ids)
+
+    def _recompute(self) -> int:
+        rows = [row for row, r in enumerate(self._rows) if r is not None]
+        for row in rows:
+            self._row(row).kv_version = self._version
+        return self._prefill(rows)
+
+    def _compact(self) -> None:
+        """Move last rows into holes, so that rows 0..n-1 are in use."""
+        for hole in range(len(self._rows)):
+            while self._rows and self._rows[-1] is None:
+                self._rows.pop()
+            if hole >= len(self._rows):
+                return
+            if self._rows[hole] is None:
+                last = self._row(len(self._rows) - 1)
+                self._backend.copy_row(len(self._rows) - 1, hole, len(last.ids) - 1)
+                self._rows[hole] = last
+                self._rows.pop()
+
+    def _decode(self) -> None:
+        started_s = self._clock.now()
+        running = self._running()
+        logits_BV = self._backend.decode([r.ids[-1] for r in running], [len(r.ids) - 1 for r in running])
+        ids_B, logp_B = draw(logits_BV, [r.request.sampling for r in running], [r.sampled for r in running])
+        self._decode_tok += len(running)
+        for row, (item, token, logp) in enumerate(zip(running, ids_B.tolist(), logp_B.tolist(), strict=True)):
+            if not 0 <= token < self._backend.vocab:
+                raise EngineError(f"sampled id {token} is outside the vocabulary [0, {self._backend.vocab})")
+            if item.started_s is None:
+                item.started_s = started_s
+            item.append(token, logp, self._version)
+            finish = self._finish(item)
+            if finish is not None:
+                self._rows[row] = None
+                self._end(item, finish)
+        self._decode_s += self._clock.now() - started_s
+
+    def _finish(self, item: Running) -> FinishReason | None:
+        sampling, token = item.request.sampling, item.ids[-1]
+        if token in self._end_ids or token in sampling.stop_ids:
+            return "stop"
+        if sampling.stop and self._detokenizer.stops(item.sampled_ids, sampling.stop):
+            return "stop"
+        return "length" if item.sampled >= sampling.max_new_tok else None
+
+    def _end(self, item: Running, finish: FinishReason, *, error: str = "") -> None:
+        text = self._detokenizer.text(item.sampled_ids, item.request.sampling.stop) if item.sampled else ""
+        self._ended.append(item.complete(finish, now_s=self._clock.now(), text=text, error=error))
+
+    def _row(self, row: int) -> Running:
+        item = self._rows[row]
+        if item is None:
+            raise EngineError(f"row {row} holds no request")
+        return item
+
+
+def build(
+    *,
+    model_dir: str,
+    engine: dict[str, Any],
+    dtype: str,
+    device: str,
+    run_id: str,
+    version: int = 0,
+    ignore_end: bool = False,
+) -> NativeCore:
+    """An engine core that serves the model in `model_dir` as `version`.
+
+    `engine` is EngineConfig.model_dump(); `dtype` is bfloat16, float32 or float16; `device` may be auto.
+    `ignore_end`: only stop ids, stop strings and lengths end a completion (for benchmarks).
+    Raises ConfigError and DataError.
+    """
+    config = EngineConfig(**engine)
+    if dtype not in _DTYPES:
+        raise ConfigError(f"dtype = {dtype!r} must be one of {', '.join(_DTYPES)}")
+    device = _device(device)
+    model_config = loading.load_config(model_dir)
+    limit = getattr(model_config, "max_position_embeddings", None)
+    if limit is not None and config.max_context_tok > limit:
+        raise ConfigError(
+            f"engine.max_context_tok = {config.max_context_tok} is more than the model in {model_dir} can: "
+            f"max_position_embeddings = {limit}"
+        )
+    model = loading.load_model(model_dir, _DTYPES[dtype])
+    backend: Backend
+    if supports(model_config, config.max_context_tok):
+        backend = Decoder(
+            model_config,
+            loading.named_tensors(model),
+            dtype=_DTYPES[dtype],
+            device=device,
+            max_batch=config.max_batch,
+            max_context_tok=config.max_context_tok,
+            fixed_shapes=config.deterministic,
+        )
+    else:
+        backend = Fallback(model, device=device)
+    return NativeCore(
+        backend,
+        config=config,
+        run_id=run_id,
+        version=version,
+        end_ids=frozenset() if ignore_end else loading.end_ids(model_dir, model_config),
+        detokenizer=Detokenizer(model_dir),
+        clock=WallClock(),
+    )
+
+
+def _device(name: str) -> str:
+    """Resolve "auto": CUDA, then MPS, then the CPU."""
+    if name != "auto":
+        return name
+    if torch.cuda.is_available():
+        return "cuda"
+    return "mps" if torch.backends.mps.is_available() else "cpu"
+
+
+def _check_same_model(manifest: Manifest, served: tuple[TensorInfo, ...]) -> None:
+    """Raise SyncError that names the first tensor of another name, dtype or shape than the served one."""
+    new = {t.name: (t.dtype, t.shape) for t in manifest.tensors}
+    old = {t.name: (t.dtype, t.shape) for t in served}
+    for name in sorted(new.keys() | old.keys()):
+        if new.get(name) != old.get(name):
+            raise SyncError(
+                f"version {manifest.version}: tensor {name!r} is {new.get(name, 'missing')}, "
+                f"the engine serves {old.get(name, 'no such tensor')}"
+            )

@@ -1,0 +1,88 @@
+"""The generator's servant: an EngineCore behind calls by name.
+
+`launch` serves calls between two steps, so nothing here is concurrent: a swap can never meet a decode step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from headrace.clock import Clock, WallClock
+from headrace.errors import EngineError
+from headrace.plugins import require_methods, resolve
+from headrace.records import GenRequest
+from headrace.roles import Reply
+from headrace.rollout.engine import EngineCore, EngineStats, KvPolicy, SwapReport
+from headrace.sync.manifest import Manifest
+
+_CORE_METHODS = ("add", "step", "cancel", "stage", "swap", "stats")
+
+
+class EngineServant:
+    """What the generator role runs. `generate` answers when its request ends."""
+
+    deferred = ("generate",)
+
+    def __init__(self, core: EngineCore, *, clock: Clock) -> None:
+        self._core, self._clock = core, clock
+        self._replies: dict[str, Reply] = {}
+        self._idle_s = 0.0
+        self._idle_since_s: float | None = clock.now()
+
+    def generate(self, reply: Reply, request: GenRequest) -> None:
+        """Queue a request; the reply is its Completion. EngineError if its id is in use."""
+        try:
+            self._core.add([request])
+        except EngineError as exc:
+            reply.fail(exc)
+            return
+        self._replies[request.id] = reply
+        self._end_idling()
+
+    def stage(self, manifest: Manifest) -> None:
+        self._core.stage(manifest)
+
+    def swap(self, version: int, kv: KvPolicy) -> SwapReport:
+        return self._core.swap(version, kv)
+
+    def cancel(self, request_id: str) -> None:
+        """End a request early; unknown ids are ignored. Its reply comes with the next step."""
+        self._core.cancel(request_id)
+
+    def stats(self) -> EngineStats:
+        idle_s = self._idle_s
+        if self._idle_since_s is not None:
+            idle_s += self._clock.now() - self._idle_since_s
+        return replace(self._core.stats(), idle_s=idle_s)
+
+    @property
+    def busy(self) -> bool:
+        return self._core.busy
+
+    def step(self) -> None:
+        """One step of the core. If it fails, so does every request, and the role ends: its state is unknown."""
+        try:
+            ended = self._core.step()
+        except Exception as exc:
+            for reply in self._replies.values():
+                reply.fail(EngineError(f"a decode step failed: {type(exc).__name__}: {exc}"))
+            self._replies.clear()
+            raise
+        for completion in ended:
+            self._replies.pop(completion.request_id).ok(completion)
+        if not self._core.busy:
+            self._idle_since_s = self._clock.now()
+
+    def _end_idling(self) -> None:
+        if self._idle_since_s is not None:
+            self._idle_s += self._clock.now() - self._idle_since_s
+            self._idle_since_s = None
+
+
+def build_servant(*, core: str, kwargs: Mapping[str, Any]) -> EngineServant:
+    """A servant around the core that the factory `core` ("module:attr") builds from `kwargs`. Raises PluginError."""
+    built = resolve(core, what="engine core")(**kwargs)
+    require_methods(built, _CORE_METHODS, what="engine core")
+    return EngineServant(built, clock=WallClock())
