@@ -81,6 +81,8 @@ class Worker:
             setup = pickle.loads(first)
             sys.path[:] = setup["path"]
             self._reward = cloudpickle.loads(setup["reward"])
+            if callable(warm := getattr(self._reward, "warm", None)):
+                warm()
         except (Exception, SystemExit):  # noqa: BLE001  whatever the user's module raises becomes the pool's error
             self._send(("broken", 0, traceback.format_exc()))
             return

@@ -232,11 +232,20 @@ class GraderPool:
         answer: asyncio.Future[Grade] = asyncio.get_running_loop().create_future()
         task = asyncio.create_task(self._serve(slot, (rollout, prompt), answer))
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+
+        def idle_again(_: asyncio.Task[None]) -> None:  # a callback, since a task cancelled early never runs at all
+            self._tasks.discard(task)
+            self._idle.put_nowait(slot)
+            broke = None if task.cancelled() else task.exception()
+            if not answer.done():
+                why = f"grading failed: {broke!r}" if broke else "the grader pool was closed while grading"
+                answer.set_result(_failed(why, 0.0))
+
+        task.add_done_callback(idle_again)
         return await answer
 
     async def _serve(self, slot: _Slot, payload: tuple[Rollout, Prompt], answer: asyncio.Future[Grade]) -> None:
-        """Own the slot from taken to idle again, whether or not anybody still waits for the answer."""
+        """Own the slot while it works, whether or not anybody still waits for the answer."""
         try:
             if not slot.alive:
                 await slot.start()
@@ -250,13 +259,12 @@ class GraderPool:
                 answer.set_result(_failed(str(exc), 0.0))
             else:
                 log.warning("replacing a grading worker failed: %s", exc)
-        except asyncio.CancelledError:
+
+    def kill(self) -> None:
+        """Kill all workers without waiting; idempotent."""
+        self._closed = True
+        for slot in self._slots:
             slot.kill()
-            raise
-        finally:
-            if not answer.done():
-                answer.set_result(_failed("the grader pool was closed while grading", 0.0))
-            self._idle.put_nowait(slot)
 
     async def close(self) -> None:
         """Kill all workers; grades in progress end as infra_fail. Idempotent."""

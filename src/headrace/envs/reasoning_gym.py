@@ -80,39 +80,49 @@ class ReasoningGymOptions(EnvOptions):
 
 
 class ReasoningGymReward:
-    """Scores against the gold answer or the family's own checker; imports reasoning-gym only where it is called."""
+    """Scores against the gold answer or by the family's own checker.
 
-    def __init__(self, families: dict[str, dict[str, Any]], score: Score) -> None:
-        self._families, self._score = families, score
+    Workers import reasoning-gym (a second or two) only if a checker is needed, and then before the first grade.
+    """
+
+    def __init__(self, families: dict[str, dict[str, Any]], score: Score, checked: frozenset[str]) -> None:
+        """`families`: parameters by name; `checked`: families that override reasoning-gym's string equality."""
+        self._families, self._score, self._checked = families, score, checked
+        self._verifiers: dict[str, Any] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_families": self._families, "_score": self._score, "_checked": self._checked, "_verifiers": {}}
+
+    def warm(self) -> None:
+        """Called by a grading worker before it reports ready."""
+        for family in self._families:
+            if self._score == "verifier" or (self._score == "auto" and family in self._checked):
+                self._verifier(family)
 
     def __call__(self, rollout: Rollout, prompt: Prompt) -> float:
-        gold_is_number = last_number(prompt.answer) is not None and same_number(prompt.answer, prompt.answer)
+        gold_is_number = same_number(prompt.answer, prompt.answer)
+        said = last_number(rollout.text) if gold_is_number else final_answer(rollout.text)
         if self._score == "numeric" and not gold_is_number:
             raise EnvError(
                 f"env.options.score = 'numeric': gold answer {prompt.answer!r} of {prompt.id!r} is not a number"
             )
-        said = last_number(rollout.text) if gold_is_number else final_answer(rollout.text)
-        if self._score == "numeric" or (self._score == "auto" and gold_is_number and not _checks_itself(prompt.task)):
+        if gold_is_number and (
+            self._score == "numeric" or (self._score == "auto" and prompt.task not in self._checked)
+        ):
             return float(said is not None and same_number(said, prompt.answer))
-        data = _verifier(prompt.task, repr(sorted(self._families[prompt.task].items())), self)
-        return float(data.score_answer(said, entry=dict(prompt.row)))
+        return float(self._verifier(prompt.task).score_answer(said, entry=dict(prompt.row)))
 
-    def params(self, family: str) -> dict[str, Any]:
-        return self._families[family]
-
-
-@cache
-def _verifier(family: str, key: str, reward: ReasoningGymReward) -> Any:
-    """The family's data set object, whose score_answer checks; `key` only tells parameter sets apart."""
-    return _dataset(family, reward.params(family), seed=0, size=1)
+    def _verifier(self, family: str) -> Any:
+        """The family's data set object, whose score_answer checks."""
+        if family not in self._verifiers:
+            self._verifiers[family] = _dataset(family, self._families[family], seed=0, size=1)
+        return self._verifiers[family]
 
 
-@cache
 def _checks_itself(family: str) -> bool:
     """The family overrides reasoning-gym's default check (string equality)."""
-    gym = _gym()
-    base = gym.factory.ProceduralDataset
-    return gym.factory.DATASETS[family][0].score_answer is not base.score_answer
+    factory = _gym().factory
+    return factory.DATASETS[family][0].score_answer is not factory.ProceduralDataset.score_answer
 
 
 @cache
@@ -166,7 +176,11 @@ def build(options: ReasoningGymOptions, *, seed: int, eval_prompts: int) -> Task
         train=train,
         eval=held_out,
         make_env=SingleTurnEnv,
-        reward=ReasoningGymReward({f.name: f.params for f in options.mix}, options.score),
+        reward=ReasoningGymReward(
+            {f.name: f.params for f in options.mix},
+            options.score,
+            frozenset(f.name for f in options.mix if _checks_itself(f.name)),
+        ),
         fingerprint=fingerprint(train, held_out),
         families=tuple(f.name for f in options.mix),
         notes=notes,

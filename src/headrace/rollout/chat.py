@@ -7,7 +7,7 @@
 What goes between is found by rendering the conversation with a dummy in place of the sampled text and splitting at it.
 If a template rewrites history (strips earlier thinking, inserts blocks), the next prompt is no extension of what was
 sampled: the codec then *branches*, i.e. encodes a fresh rendering and says so; stitching starts a new sample there.
-White space that a template trims from assistant messages is no reason to branch: the sampled ids stand.
+White space that a template trims or adds in assistant messages is no reason to branch: the sampled ids stand.
 
 Without a chat template a conversation is its messages' contents joined by blank lines, after the tokenizer's own
 begin token if it adds one.
@@ -18,7 +18,6 @@ A codec belongs to one thread (fast tokenizers cannot be shared by threads); hea
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -26,18 +25,10 @@ from transformers import AutoTokenizer
 
 from headrace.errors import DataError, boundary
 from headrace.records import Completion, Message
+from headrace.rollout.codec import Extended
 
 DUMMY: Final = "Zq7dummyq7Z"
 SEPARATOR: Final = "\n\n"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Extended:
-    """The prompt of a later turn."""
-
-    ids: tuple[int, ...]
-    branched: bool
-    """The template rewrote history: `ids` is a fresh rendering and does not begin with what was sampled."""
 
 
 class ChatCodec:
@@ -131,7 +122,7 @@ class ChatCodec:
         if len(real) < len(before) + len(between) or not real.startswith(before) or not real.endswith(between):
             return None
         kept = real[len(before) : len(real) - len(between)]
-        return between if kept.strip() == text.strip() else None
+        return between if "".join(kept.split()) == "".join(text.split()) else None
 
     def _apply(self, chat: list[dict[str, str]], generate: bool) -> str:
         roles = ", ".join(m["role"] for m in chat)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import traceback
 from collections.abc import Awaitable
 from dataclasses import dataclass, field, replace
@@ -26,13 +27,15 @@ from headrace.envs.env import Env, Step
 from headrace.envs.grading import Grade
 from headrace.errors import DataError, DeadlineError, EngineError
 from headrace.records import Completion, GenRequest, Message, Outcome, Prompt, Rollout, SamplingParams, Turn
-from headrace.rollout.chat import ChatCodec
+from headrace.rollout.codec import Codec
 from headrace.rollout.engine import Engine
 from headrace.rollout.stitch import token_versions
 
 CANCEL_GRACE_S: Final = 5.0
 """How long an engine may take to hand over the tokens of a request that was cancelled at its deadline."""
+CLOSE_DEADLINE_S: Final = 30.0
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 
 class Grader(Protocol):
@@ -67,7 +70,7 @@ class _Episode:
 async def run_rollout(
     *,
     engine: Engine,
-    codec: ChatCodec,
+    codec: Codec,
     env: Env,
     grader: Grader,
     prompt: Prompt,
@@ -97,7 +100,7 @@ async def run_rollout(
         try:
             await run.play()
         finally:
-            await _close(env)
+            await _close(env, run.request)
     except DeadlineError as exc:
         state.end(Outcome.TIMEOUT, str(exc))
     except EngineError as exc:
@@ -114,9 +117,13 @@ async def run_rollout(
     return await _graded(rollout, prompt, grader) if rollout.outcome.trains else rollout
 
 
-async def _close(env: Env) -> None:
-    """Close even while being cancelled; a failing close is the environment's failure."""
-    await asyncio.shield(asyncio.ensure_future(env.close()))
+async def _close(env: Env, request: str) -> None:
+    """Close, also while being cancelled. What fails here cannot spoil an episode that is over; it is logged."""
+    try:
+        async with asyncio.timeout(CLOSE_DEADLINE_S):
+            await env.close()
+    except Exception:  # a foreign environment may raise anything, and must not hide a cancellation
+        log.warning("env.close of rollout %s failed", request, exc_info=True)
 
 
 async def _graded(rollout: Rollout, prompt: Prompt, grader: Grader) -> Rollout:
@@ -134,7 +141,7 @@ class _Run:
     """What an episode needs, and its turns."""
 
     engine: Engine
-    codec: ChatCodec
+    codec: Codec
     env: Env
     sampling: SamplingParams
     group_id: str
@@ -219,7 +226,9 @@ class _Run:
                 return await task, False
             raise DeadlineError(self._late("engine.generate"))
         finally:
-            task.cancel()
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task}, timeout=CANCEL_GRACE_S)
 
     async def _env(self, call: Awaitable[T], doing: str) -> T:
         start_s = self.clock.now()
