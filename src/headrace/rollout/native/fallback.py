@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,8 @@ class Fallback:
         self._model = model.to(device)
         self._device = device
         self._caches: dict[int, Any] = {}
+        known = inspect.signature(model.forward).parameters
+        self._cache_name = "cache" if "cache" in known else "past_key_values"  # renamed in transformers 5.x
         self.infos: tuple[TensorInfo, ...] = infos_of(named_tensors(model))
         self.vocab: int = model.get_output_embeddings().weight.shape[0]
 
@@ -47,9 +50,9 @@ class Fallback:
         out = self._model(
             input_ids=torch.tensor([list(ids)], device=self._device),
             position_ids=positions,
-            past_key_values=self._caches[row],
             use_cache=True,
             logits_to_keep=1,
+            **{self._cache_name: self._caches[row]},
         )
         logits_V: torch.Tensor = out.logits[0, -1].float()
         return logits_V
