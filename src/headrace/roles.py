@@ -68,6 +68,10 @@ class Launcher(Protocol):
         """Start a role and wait until its servant is built; LaunchError with the traceback when it cannot be."""
         ...
 
+    def kill(self) -> None:
+        """End every role now (SIGKILL), without waiting: for when nothing can be awaited any more."""
+        ...
+
     async def close(self) -> None:
         """End every role that is still alive; idempotent."""
         ...

@@ -15,7 +15,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -153,10 +155,14 @@ class LocalHandle:
                 message = self._conn.recv()
             except (EOFError, OSError):
                 break
-            self._loop.call_soon_threadsafe(self._on_message, *message)
+            self._tell(self._on_message, *message)
         code = self._process.wait()
         self._conn.close()
-        self._loop.call_soon_threadsafe(self._on_death, code)
+        self._tell(self._on_death, code)
+
+    def _tell(self, callback: Callable[..., None], *args: Any) -> None:
+        with suppress(RuntimeError):  # the event loop is closed: nobody waits any more
+            self._loop.call_soon_threadsafe(callback, *args)
 
     def _on_message(self, call_id: int, status: str, value: Any) -> None:
         future = self._pending.get(call_id)
@@ -201,6 +207,10 @@ class LocalLauncher:
             await handle.close(5.0)
             raise
         return handle
+
+    def kill(self) -> None:
+        for handle in self._handles:
+            handle.kill()
 
     async def close(self) -> None:
         handles, self._handles = self._handles, []
