@@ -17,8 +17,6 @@ from headrace.errors import ConfigError, did_you_mean
 
 Key = tuple[str, ...]
 OVERRIDE = "--set"
-RESOLVED_NAME = "resolved.json"
-"""Name of the resolved recipe inside a run folder."""
 
 _BOUNDS = {
     "greater_than": (">", "gt"),
@@ -49,8 +47,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     if "recipe_dir" in data:
         raise ConfigError(f"recipe_dir is set by the loader, remove it ({_place(path, lines, ('recipe_dir',))})")
     origin: dict[Key, str] = {key: f"{path}, line {line}" for key, line in lines.items()}
-    for override in overrides:
-        key, value = parse_override(override)
+    for text in overrides:
+        key, value = parse_override(text)
         _set(data, key, value)
         origin[key] = OVERRIDE
     data["recipe_dir"] = str(path.resolve().parent)
@@ -63,29 +61,21 @@ def config_from_overrides(overrides: Sequence[str], base: RunConfig | None = Non
     data = base.model_dump(mode="json", exclude_unset=True)
     data["recipe_dir"] = str(base.recipe_dir)
     origin: dict[Key, str] = {}
-    for override in overrides:
-        key, value = parse_override(override)
+    for text in overrides:
+        key, value = parse_override(text)
         _set(data, key, value)
         origin[key] = OVERRIDE
     return _validate(data, origin, default_origin="defaults")
 
 
 def resolved_json(config: RunConfig) -> str:
-    """Every setting with its final value, as JSON text; `read_resolved` reads it back to an equal config."""
+    """Every setting with its final value, as JSON text; RunConfig.model_validate_json reads it back to an equal one."""
     return config.model_dump_json(indent=2) + "\n"
 
 
-def read_resolved(path: Path) -> RunConfig:
-    """Read what `resolved_json` wrote. ConfigError when it does not fit this version's schema."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as exc:
-        raise ConfigError(f"cannot read {path}: {exc.strerror}") from exc
-    except ValueError as exc:
-        raise ConfigError(f"{path} is not JSON: {exc}") from exc
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path} holds {type(data).__name__}, not a resolved recipe")
-    return _validate(data, {}, default_origin=str(path))
+def override(name: str, text: str) -> str:
+    """The override that sets `name` to exactly `text`, whatever is in it (a TOML string may be written as JSON)."""
+    return f"{name}={json.dumps(text, ensure_ascii=False)}"
 
 
 def parse_override(text: str) -> tuple[Key, Any]:
