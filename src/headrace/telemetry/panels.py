@@ -50,7 +50,7 @@ class RunScreen:
             Group(*rows),
             title=_title(state),
             title_align="left",
-            subtitle=Text(f" {state.phase} · {duration(state.elapsed_s)} ", style="dim"),
+            subtitle=Text(f"{state.phase} · {duration(state.elapsed_s)}", style="dim"),
             subtitle_align="right",
             border_style=ACCENT,
             padding=(0, 1),
@@ -85,11 +85,11 @@ def share_legend(shares: Mapping[str, float]) -> Text:
 
 
 def _title(state: RunState) -> Text:
-    title = Text(" headrace ", style=f"bold {ACCENT}")
+    title = Text("headrace ", style=f"bold {ACCENT}")
     if state.config is not None:
         flow = state.config.flow
         title.append(f"{state.config.name} ", style="bold")
-        title.append(f"{flow.mode}, lag ≤ {flow.lag_bound}, {flow.batch_groups} x {flow.group_size} ", style="dim")
+        title.append(f"{flow.mode}, lag ≤ {flow.lag_bound}, {flow.batch_groups} x {flow.group_size}", style="dim")
     return title
 
 

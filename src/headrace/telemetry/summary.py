@@ -54,7 +54,7 @@ def summary_panel(summary: RunSummary, width: int) -> Panel:
         _grid(_shares(summary, bar_width)),
     ]
     fine = summary.balanced and not summary.reason.startswith("failed")
-    title = Text(f" {summary.reason} ", style="bold green" if fine else "bold red")
+    title = Text(summary.reason, style="bold green" if fine else "bold red")
     return Panel(
         Group(*parts),
         title=title,
@@ -151,7 +151,7 @@ def _accepted(shares: tuple[float, ...]) -> Text:
     # Scaled from 0, not from the least: equal shares shall look equal.
     line.append(sparkline([0.0, 1.0, *shares], len(shares) + 2)[2:], style="green")
     line.append(" long", style="dim")
-    line.append(f"  {percent(shares[0])} → {percent(shares[-1])} of groups trained, by length", style="dim")
+    line.append(f"  {percent(shares[0])} → {percent(shares[-1])} trained, by length", style="dim")
     return line
 
 

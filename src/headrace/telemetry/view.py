@@ -151,34 +151,6 @@ class PlainView:
         )
 
 
-class SilentView:
-    """Shows nothing: for use as a library."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
-        return None
-
-    def update(self, record: Record) -> None:
-        return None
-
-    def status(self, text: str) -> None:
-        return None
-
-    def message(self, text: str) -> None:
-        return None
-
-    def role(self, name: str, state: str, waits_for: str = "") -> None:
-        return None
-
-    def progress(self, what: str, done: float, total: float) -> None:
-        return None
-
-    def print_summary(self, summary: RunSummary) -> None:
-        return None
-
-
 def make_view(
     config: RunConfig | None = None,
     *,

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -59,7 +60,7 @@ def test_assigned_rows_never_overlap_and_are_as_few_as_possible(rollouts: list[R
     assert len(placed) == len(rollouts)
     for row in {r.row for r in placed}:
         ends = [(r.start_s, r.end_s) for r in placed if r.row == row]
-        assert all(before[1] <= after[0] for before, after in zip(ends, ends[1:], strict=False))
+        assert all(before[1] <= after[0] for before, after in itertools.pairwise(ends))
     deepest = max((sum(r.start_s <= t < r.end_s for r in rollouts) for t in range(70)), default=0)
     assert len({r.row for r in placed}) == deepest
 
