@@ -1,1 +1,1 @@
-"""Train-versus-engine diagnostics on plain arrays. No torch."""
+"""Train-versus-engine diagnostics on plain NumPy arrays. No torch, no I/O, no state."""
