@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from headrace.envs.env import Task
+from headrace.envs.env import Env, Task
 from headrace.envs.grading import Grade, GraderPool
 from headrace.records import Completion, Message, Outcome, Prompt, Rollout, Turn
 
 CHECK_DEADLINE_S = 30.0
-MAX_TURNS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,21 +42,24 @@ def check_task(
 async def _check(task: Task, prompts: list[Prompt], recipe_dir: Path, deadline_s: float) -> list[GoldCheck]:
     pool = GraderPool(task.reward, workers=1, deadline_s=deadline_s, recipe_dir=recipe_dir)
     try:
-        return [GoldCheck(prompt=p, grade=await pool.grade(await _gold_rollout(task, p), p)) for p in prompts]
+        checks = []
+        for prompt in prompts:
+            rollout = await gold_rollout(task.make_env(), prompt, [prompt.answer])
+            checks.append(GoldCheck(prompt=prompt, grade=await pool.grade(rollout, prompt)))
+        return checks
     finally:
         await pool.close()
 
 
-async def _gold_rollout(task: Task, prompt: Prompt) -> Rollout:
-    """An episode whose policy says the gold answer in every turn."""
-    env = task.make_env()
+async def gold_rollout(env: Env, prompt: Prompt, said: Sequence[str]) -> Rollout:
+    """An episode whose policy says the texts of `said`, one a turn, until they or the environment are done."""
     try:
         messages = list(await env.reset(prompt))
         turns: list[Turn] = []
-        for number in range(MAX_TURNS):
-            turns.append(Turn(prompt_ids=(), completion=_said(prompt.answer, number), env_version=0))
-            step = await env.step(prompt.answer)
-            messages += [Message(role="assistant", content=prompt.answer), *step.messages]
+        for number, text in enumerate(said):
+            turns.append(Turn(prompt_ids=(), completion=_said(text, number), env_version=0))
+            step = await env.step(text)
+            messages += [Message(role="assistant", content=text), *step.messages]
             if step.done:
                 break
     finally:
