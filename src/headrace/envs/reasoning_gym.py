@@ -50,8 +50,10 @@ class ReasoningGymOptions(EnvOptions):
     """A mix: tables with name, params, weight."""
     size: Annotated[int, Field(ge=1)] = 10_000
     """Distinct training prompts at most; small families have fewer."""
-    template: str = "{question}\nAnswer with a number only."
-    """Text of the user message; {question} is replaced."""
+    template: str = "{question}"
+    """Text of the user message; {question} is replaced. Most families already say how to answer, and a further
+    instruction lowered the pass rate of a 135M model (chain_sum, one digit: 0.25 without, 0.13 with "Answer with a
+    number only.")."""
     system: str = ""
     """System message; empty leaves it to the model's chat template."""
     score: Score = "auto"
