@@ -39,8 +39,12 @@ def evaluate(
       headrace eval ./my-model --env jsonl --set env.options.file=data/test.jsonl --set env.reward=numeric
     """
     from headrace.api import evaluate as run
+    from headrace.cli.console import err
+    from headrace.telemetry.view import make_view
 
-    record, _ = run(_config(model, env, recipe, changes or []))
+    config = _config(model, env, recipe, changes or [])
+    with make_view(config, console=err()) as view:
+        record, _ = run(config, view=view)
     _show(record, as_json=as_json)
 
 

@@ -73,8 +73,11 @@ def _config(recipe: Path | None, changes: list[str], resume: Path | None, out: P
 
 def _run(config: RunConfig, *, resume: Path | None, live: bool) -> None:
     from headrace.api import train as run
+    from headrace.cli.console import out
     from headrace.telemetry.view import make_view
 
-    summary = run(config, resume=resume, view=make_view(live=live))
+    with make_view(config, console=out(), live=live) as view:
+        summary = run(config, resume=resume, view=view)
+    view.print_summary(summary)
     if summary.reason == "interrupted":
         raise typer.Exit(130)
