@@ -15,6 +15,8 @@ VERSION_COLOURS = ("#3b75af", "#e8973a", "#4a9d74", "#c4575e", "#8a6db5", "#4fb0
 WAIT_COLOURS = {"wait_data": "#ececec", "wait_bound": "#f3d9e8", "hand_off": "#9aa5b1"}
 WAIT_NAMES = {"wait_data": "waits for data", "wait_bound": "held by the bound", "hand_off": "hand-off"}
 INK = "#30363d"
+PALE = 0.3
+"""Opacity of what was wasted."""
 
 
 def version_colour(version: int) -> str:
@@ -84,15 +86,18 @@ def _extent(timeline: Timeline) -> tuple[float, float]:
 
 
 def _draw_rollouts(axis: Any, shown: Timeline, rank: dict[int, int], origin_s: float) -> None:
-    bars: dict[int, list[tuple[int, float, float]]] = {}
-    for rollout in assign_rows(shown.rollouts):
+    bars: dict[tuple[int, bool], list[tuple[int, float, float]]] = {}
+    placed = assign_rows(shown.rollouts)
+    for rollout in placed:
         for version, start_s, end_s in segments(rollout):
-            bars.setdefault(version, []).append((rank[rollout.row], start_s - origin_s, end_s - start_s))
-    for version, pieces in sorted(bars.items()):
+            piece = (rank[rollout.row], start_s - origin_s, end_s - start_s)
+            bars.setdefault((version, rollout.wasted), []).append(piece)
+    for (version, wasted), pieces in sorted(bars.items()):
         lanes, lefts, widths = zip(*pieces, strict=True)
-        axis.barh(lanes, widths, left=lefts, height=0.78, color=version_colour(version), linewidth=0, zorder=2)
+        style = {"color": version_colour(version), "linewidth": 0, "alpha": PALE if wasted else 1.0}
+        axis.barh(lanes, widths, left=lefts, height=0.78, zorder=2, **style)
     # A white edge at the end of each rollout keeps neighbours on a row apart.
-    for rollout in assign_rows(shown.rollouts):
+    for rollout in placed:
         at_s = rollout.end_s - origin_s
         axis.plot(
             [at_s, at_s], [rank[rollout.row] - 0.42, rank[rollout.row] + 0.42], color="white", linewidth=1.2, zorder=3
@@ -112,15 +117,11 @@ def _draw_trainer(axis: Any, shown: Timeline, origin_s: float, end_s: float) -> 
         hatch = "////" if span.kind == "wait_bound" else None
         edge = {"edgecolor": "#c78fb0", "linewidth": 0} if hatch else {"linewidth": 0}
         axis.barh([0], [width], left=left, height=0.8, color=colour, label=label, hatch=hatch, zorder=2, **edge)
-        centre = span.start_s + (span.end_s - span.start_s) / 2
-        if busy and (span.end_s - span.start_s) > 0.035 * (end_s - origin_s) and origin_s <= centre <= end_s:
+        seen_s = (max(left, 0.0), min(left + width, end_s - origin_s))
+        seen_frac = (seen_s[1] - seen_s[0]) / (end_s - origin_s)
+        if busy and seen_frac > 0.035:
             text = {"ha": "center", "va": "center", "fontsize": 9, "color": "white", "fontweight": "bold", "zorder": 5}
-            axis.text(
-                centre - origin_s,
-                0,
-                f"makes v{span.version}" if width > 0.09 * (end_s - origin_s) else f"v{span.version}",
-                **text,
-            )
+            axis.text(sum(seen_s) / 2, 0, f"makes v{span.version}" if seen_frac > 0.09 else f"v{span.version}", **text)
     axis.set_ylim(-0.5, 0.5)
     axis.set_ylabel("trainer", color=INK, fontsize=9, rotation=0, ha="right", va="center")
     if named - {"busy"}:

@@ -34,6 +34,8 @@ class RolloutSpan:
     """(policy_version, from_s), ascending: which weights sampled its tokens, and since when."""
     label: str = ""
     """Request or group id."""
+    wasted: bool = False
+    """Cancelled: none of its tokens trains. Drawn pale."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
