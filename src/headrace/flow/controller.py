@@ -133,7 +133,8 @@ class Controller:
             self.ledger.admit(group)
             self._admission.salvage()
             self._window.add_completed(group)
-            self.curriculum.occupy(group.prompt_index)
+        for row in (*plan.salvaged, *plan.restarts):
+            self.curriculum.occupy(row.prompt_index)
         self.curriculum.resume(plan.latest)
         self._signal.resume(plan.kept, version=version)
         self._restarts.extend(plan.restarts)
@@ -272,7 +273,6 @@ class Controller:
             if self._restarts:
                 lost = self._restarts.popleft()
                 ordinal, attempt, prompt = lost.ordinal, lost.attempt + 1, lost.prompt_index
-                self.curriculum.occupy(prompt)
             else:
                 picked = self.curriculum.pick(self._next_ordinal, self.version)
                 if picked is None:

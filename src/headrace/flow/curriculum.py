@@ -163,7 +163,7 @@ class Band:
         """A few prompts in random order that are free and awake; the best that there is when none is."""
         outstanding = self._outstanding
         drawn = rng.integers(outstanding.prompts, size=CANDIDATES)
-        good = [p for p in drawn.tolist() if outstanding.free(p) and self._rests_until[p] <= version]
+        good = [p for p in drawn[self._rests_until[drawn] <= version].tolist() if outstanding.free(p)]
         if not good:  # Rare: look at every prompt.
             everyone = [p for p in rng.permutation(outstanding.prompts).tolist() if p not in outstanding.barred]
             free = [p for p in everyone if p not in outstanding.count]
@@ -222,7 +222,7 @@ class Curriculum:
         return prompt
 
     def occupy(self, prompt: int) -> None:
-        """A group of this prompt is alive (picked, salvaged, or restarted)."""
+        """A group of this prompt is alive (picked or salvaged) or will be again (restarts)."""
         self._outstanding.count[prompt] = self._outstanding.count.get(prompt, 0) + 1
 
     def scored(self, prompt: int, rewards: Sequence[float], version: int) -> None:
@@ -252,7 +252,7 @@ class Curriculum:
         """Rebuild what earlier processes knew.
 
         `latest`: the newest row of each ordinal as it was found, in order of ordinals, and whether that ordinal is
-        started again (then its outcome counts for nothing, but it still was a pick). Occupy salvaged prompts first.
+        started again (then its outcome counts for nothing, but it still was a pick). Occupy the prompts of salvaged and restarted groups first.
         """
         picked: list[int] = []
         owed: Counter[int] = Counter()

@@ -225,6 +225,9 @@ class Health:
             remedies = []
             if not self._in_flight:
                 remedies.append(f"let both sides overlap (flow.mode = 'pipeline'): {gain(match_per_s)}")
+            elif self.blocked_frac() >= WAIT_FRAC:
+                slots = f"flow.max_lag_steps = {self._lag_bound + 1} gives generation more slots to go on with"
+                remedies.append(f"{slots}: {gain(match_per_s)} at most")
             hand_off_s = w.seconds["hand_off"]
             if _ratio(hand_off_s, w.wall_s) >= WAIT_FRAC / 2:
                 share = _ratio(hand_off_s, w.wall_s)

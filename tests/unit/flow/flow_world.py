@@ -38,15 +38,13 @@ class World:
         self.events: list[Event] = []
         self.trained: dict[int, int] = {}
         """ordinal -> version at which it was taken, of updates that were not lost"""
-        self.last_oldest: dict[str, int] = {}
+        self.started: dict[str, StartGroup] = {}
         self._fresh()
 
     def _fresh(self) -> None:
         self.running: dict[str, dict[int, int]] = {}
         """group -> member -> attempt"""
         self.ghosts: dict[str, dict[int, int]] = {}
-        self.start_version: dict[str, int] = {}
-        self.started: dict[str, StartGroup] = {}
         self.batch: TakeBatch | None = None
         self.swapping: int | None = None
         self.wanted = False
@@ -198,6 +196,9 @@ class World:
         assert counts["slots_held"] >= len(controller.ledger.alive)
         if self.flow.on_bound != "carry":
             assert counts["slots_held"] <= counts["slots"]
+        if self.flow.on_bound == "hold" and self.flow.oversample == 0.0:
+            buckets = controller.ledger.buckets
+            assert not buckets["dropped_stale"] + buckets["cancelled_oversample"], "hold gave up a group"
         if self.flow.max_running:
             assert running <= self.flow.max_running
         assert 0 <= controller.landed <= controller.version

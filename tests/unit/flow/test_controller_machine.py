@@ -1,5 +1,6 @@
 """Random lives of a run: whatever happens in whatever order, every promise of FLOW holds."""
 
+import pytest
 from flow_world import World
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -129,7 +130,16 @@ class Life(RuleBasedStateMachine):
         raise AssertionError("no step in 1000 events")
 
 
-Life.TestCase.settings = settings(
-    max_examples=150, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
-)
-TestLife = Life.TestCase
+def _settings(examples: int) -> settings:
+    return settings(
+        max_examples=examples, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+    )
+
+
+class TestLife(Life.TestCase):
+    settings = _settings(30)
+
+
+@pytest.mark.slow
+class TestManyLives(Life.TestCase):
+    settings = _settings(600)
