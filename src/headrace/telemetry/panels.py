@@ -140,7 +140,7 @@ def _numbers(state: RunState, last: StepRecord, width: int, plain: bool) -> Rend
 
 
 def _reward(state: RunState, last: StepRecord, spark: int, plain: bool) -> Text:
-    line = Text(f"{last.reward_mean:.3f}", style="bold")
+    line = Text().append(f"{last.reward_mean:.3f}", style="bold")
     line.append("  " + sparkline([s.reward_mean for s in state.steps], spark, ascii_only=plain), style="green")
     line.append("  ")
     line.append(_fields(("pass", percent(last.pass_frac)), ("zero-signal", percent(last.zero_signal_frac))))
@@ -151,7 +151,7 @@ def _held_out(state: RunState, spark: int, plain: bool) -> Text:
     if not state.evals:
         return Text("not measured", style="dim")
     first, newest = state.evals[0], state.evals[-1]
-    line = Text(percent(newest.accuracy, 1), style="bold")
+    line = Text().append(percent(newest.accuracy, 1), style="bold")
     line.append(f" at v{newest.version}", style="dim")
     if newest is not first:
         change = 100 * (newest.accuracy - first.accuracy)

@@ -68,12 +68,12 @@ def summary_panel(summary: RunSummary, width: int) -> Panel:
 def _results(summary: RunSummary) -> list[tuple[str, Text]]:
     train_s = summary.train_s
     groups_trained = summary.groups.get("trained", 0)
-    time = Text(duration(summary.total_s), style="bold")
+    time = Text().append(duration(summary.total_s), style="bold")
     time.append(f"  training {duration(train_s)}", style="dim")
     if train_s > 0:
         time.append(f"  {count(summary.trained_tok / train_s)} tok/s, ", style="dim")
         time.append(f"{count(groups_trained / train_s)} groups/s trained", style="dim")
-    steps = Text(str(summary.steps), style="bold")
+    steps = Text().append(str(summary.steps), style="bold")
     steps.append(f"  policy version {summary.version}", style="dim")
     return [
         ("accuracy", _accuracy(summary)),
