@@ -66,7 +66,7 @@ class Decoder:
         self._max_batch, self._max_context, self._fixed = max_batch, max_context_tok, fixed_shapes
         self._n_layers: int = config.num_hidden_layers
         self._pack = can_pack(dtype, device)
-        self._eps: float = config.rms_norm_eps
+        self._eps = torch.tensor([config.rms_norm_eps], dtype=torch.float32, device=device)
         self._q_heads: int = config.num_attention_heads
         self._kv_heads: int = config.num_key_value_heads
         self._width: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -141,8 +141,8 @@ class Decoder:
                 return  # the last layer's keys and values are stored; nothing reads its output
             q, k, v = torch.split(qkv_BATD, [self._q_heads, self._kv_heads, self._kv_heads], 1)
             attended_BQTD = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-            x_NH = x_NH + layer.out(attended_BQTD.transpose(1, 2).reshape(batch * length, -1))
-            x_NH = x_NH + self._mlp(x_NH, layer)
+            x_NH = layer.out.plus(attended_BQTD.transpose(1, 2).reshape(batch * length, -1), x_NH)
+            x_NH = self._mlp(x_NH, layer)
 
     def _decode(self, ids_B: torch.Tensor, position_B: torch.Tensor, reach: int) -> torch.Tensor:
         """Final normed hidden states [B, H]."""
@@ -162,20 +162,21 @@ class Decoder:
             attended_BQ1D = F.scaled_dot_product_attention(
                 qkv_BAD[:, : self._q_heads, None], k_BKSD, v_BKSD, attn_mask=mask_B11S, enable_gqa=True
             )
-            x_BH = x_BH + layer.out(attended_BQ1D.reshape(batch, -1))
-            x_BH = x_BH + self._mlp(x_BH, layer)
+            x_BH = layer.out.plus(attended_BQ1D.reshape(batch, -1), x_BH)
+            x_BH = self._mlp(x_BH, layer)
         return self._norm(x_BH, self._weights.norm_H)
 
     def _mlp(self, x_NH: torch.Tensor, layer: Layer) -> torch.Tensor:
-        gate_NI, up_NI = layer.gate_up(self._norm(x_NH, layer.mlp_norm_H)).chunk(2, -1)
-        return layer.down(F.silu(gate_NI).mul_(up_NI))
+        """The residual stream after the layer's second half."""
+        normed_NH = self._norm(x_NH, layer.mlp_norm_H)
+        return layer.down.plus(layer.up.times(normed_NH, layer.gate.silu(normed_NH)), x_NH)
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Root-mean-square norm over the last dimension."""
         wide = x.float()
-        scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(self._eps)
-        normed: torch.Tensor = (wide * scale.rsqrt_()).to(x.dtype) * weight
-        return normed
+        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        scale = torch.addcmul(self._eps, norm, norm, value=1.0 / x.shape[-1]).rsqrt_()
+        return (wide * scale).to(x.dtype).mul_(weight)
 
     def _rotate_(self, qkv: torch.Tensor, layer: Layer, cos: torch.Tensor, sin: torch.Tensor) -> None:
         """Norm (if the model has it) and rotary embedding of query and key heads, in place; [..., Q + 2K, D]."""
@@ -184,7 +185,7 @@ class Decoder:
             q.copy_(self._norm(q, layer.q_norm_D))
             k.copy_(self._norm(k, layer.k_norm_D))
         both = qkv[..., : -self._kv_heads, :]
-        both.copy_((both * cos).add_(both.roll(self._width // 2, -1).mul_(sin)))
+        torch.addcmul(both * cos, both.roll(self._width // 2, -1), sin, out=both)
 
 
 def _rope_tables(
