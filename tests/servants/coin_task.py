@@ -1,4 +1,4 @@
-"""A task for runs with the scripted engine: the answer is right when the text is "1". Rewards can misbehave on demand."""
+"""A task for the scripted engine: the answer is right when the text is "1". Rewards can misbehave on demand."""
 
 from __future__ import annotations
 

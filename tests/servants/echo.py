@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -51,7 +52,8 @@ class Echo:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def say(self, text: str) -> None:
-        print(text, flush=True)
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
 
     def threads(self) -> str | None:
         return os.environ.get("OMP_NUM_THREADS")

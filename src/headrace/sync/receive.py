@@ -29,7 +29,7 @@ def read_version(manifest: Manifest, *, run_id: str) -> dict[str, NDArray[np.gen
             stored = (file.metadata() or {}).get("run_id")
         tensors: dict[str, NDArray[np.generic]] = {
             name: np.frombuffer(view["data"], dtype=_DTYPES[view["dtype"]]).reshape(view["shape"])
-            for name, view in deserialize(path.read_bytes())
+            for name, view in deserialize(path.read_bytes())  # type: ignore[no-untyped-call]
         }
     if stored != run_id:
         raise SyncError(f"{path} was written by run {stored!r}, this is {run_id!r}")
