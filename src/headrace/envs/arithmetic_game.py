@@ -1,10 +1,10 @@
 """A multi-turn game: reach a target number with small steps, told the running value after each.
 
-    system-free rules in the first message:  Start 3, target 9. Each turn say one number from -9 to 9; it is added.
-    policy: "4"      environment: "Now 7. Target 9."      policy: "2"      done, reward 1.0
+    environment: "3 + ? = 9. Say one number from -9 to 9."       policy: "4"
+    environment: "That makes 7. 7 + ? = 9. Say one number."      policy: "2"      done, reward 0.9
 
-The gold answer, target - start, reaches it in one turn when it is a legal step. Every later turn costs `turn_cost`,
-so that the fewest turns score best. An answer without a legal number is the policy's own fault (policy_fail).
+The gold answer, target - start, wins in one turn when it is a legal number. Every turn more than the fewest possible
+costs `turn_cost`. An answer without a legal number wastes its turn, or is a policy_fail at once if `strict`.
 """
 
 from __future__ import annotations
@@ -30,16 +30,18 @@ class ArithmeticGameOptions(EnvOptions):
 
     size: Annotated[int, Field(ge=1)] = 2000
     """Distinct training games at most."""
-    max_start: Annotated[int, Field(ge=0)] = 40
+    max_start: Annotated[int, Field(ge=0)] = 60
     """Games start at 0 to max_start."""
     max_gap: Annotated[int, Field(ge=1)] = 9
-    """Distance between start and target: 1 to max_gap, in either direction."""
+    """The target is 1 to max_gap above the start; who oversteps must go back."""
     max_step: Annotated[int, Field(ge=1)] = 9
     """Largest number, in absolute value, that may be added in a turn."""
     turn_cost: Annotated[float, Field(ge=0.0, le=0.5)] = 0.1
     """Taken from the reward 1.0 for each turn after the fewest possible."""
     near_reward: Annotated[float, Field(ge=0.0, le=0.5)] = 0.0
     """Reward for a lost game, times the share of the gap that was closed; 0 = success only."""
+    strict: bool = False
+    """An answer without a legal number ends the game as policy_fail instead of wasting the turn."""
 
     @model_validator(mode="after")
     def _reachable(self) -> Self:
@@ -62,8 +64,8 @@ def legal_move(text: str, max_step: int) -> int | None:
 class ArithmeticGameEnv:
     """One game."""
 
-    def __init__(self, max_step: int) -> None:
-        self._max_step = max_step
+    def __init__(self, max_step: int, strict: bool = False) -> None:
+        self._max_step, self._strict = max_step, strict
         self._now = self._target = 0
 
     async def reset(self, prompt: Prompt) -> tuple[Message, ...]:
@@ -75,13 +77,17 @@ class ArithmeticGameEnv:
 
     async def step(self, completion_text: str) -> Step:
         move = legal_move(completion_text, self._max_step)
+        legal = f"one number from -{self._max_step} to {self._max_step}"
         if move is None:
-            return Step(policy_fail=f"no legal number from {-self._max_step} to {self._max_step} in the answer")
+            if self._strict:
+                return Step(policy_fail=f"the answer is not {legal}: {completion_text!r:.100}")
+            return self._ask(f"Say only {legal}.")
         self._now += move
         if self._now == self._target:
             return Step(done=True)
-        hint = "lower" if self._now > self._target else "higher"
-        text = f"Now {self._now}. Target {self._target} is {hint}. Next number?"
+        return self._ask(f"That makes {self._now}. {self._now} + ? = {self._target}. Say one number.")
+
+    def _ask(self, text: str) -> Step:
         return Step(done=False, messages=(Message(role="user", content=text),))
 
     async def close(self) -> None:
@@ -129,7 +135,7 @@ def build(options: ArithmeticGameOptions, *, seed: int, eval_prompts: int, max_t
             f"{found // 2}"
         )
     return Task(
-        train=train, eval=held_out, make_env=partial(ArithmeticGameEnv, options.max_step),
+        train=train, eval=held_out, make_env=partial(ArithmeticGameEnv, options.max_step, options.strict),
         reward=ArithmeticGameReward(options), fingerprint=fingerprint(train, held_out), families=("arithmetic_game",),
     )  # fmt: skip
 
@@ -140,10 +146,10 @@ def _games(options: ArithmeticGameOptions, name: str, count: int, seed: int, tak
     misses = 0
     while len(games) < count and misses < MISSES_MAX:
         start = rng.randint(0, options.max_start)
-        target = start + rng.choice((-1, 1)) * rng.randint(1, options.max_gap)
+        target = start + rng.randint(1, options.max_gap)
         game = _game(f"{name}-{len(games)}", start, target, options.max_step)
         key = question_key(game)
-        if target < 0 or key in taken:
+        if key in taken:
             misses += 1
             continue
         taken.add(key)
@@ -153,10 +159,7 @@ def _games(options: ArithmeticGameOptions, name: str, count: int, seed: int, tak
 
 
 def _game(game_id: str, start: int, target: int, max_step: int) -> Prompt:
-    rules = (
-        f"You have {start} and must reach {target}. Each turn, say one number from -{max_step} to {max_step}; "
-        "it is added to what you have. Say only the number."
-    )
+    rules = f"{start} + ? = {target}. Say one number from -{max_step} to {max_step}."
     gap = target - start
     return Prompt(
         id=game_id,

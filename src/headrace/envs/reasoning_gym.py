@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 Score = Literal["auto", "numeric", "verifier"]
 STREAM_LEN: Final = 1_000_000
 MISSES_MIN: Final = 500
+DRAWS_PER_PROMPT: Final = 3
+"""Enough to see 95 % of a family with as many questions as are wanted; the last few would take very long."""
 
 
 class Family(EnvOptions):
@@ -202,7 +204,9 @@ def _draw(options: ReasoningGymOptions, name: str, count: int, *, seed: int, tak
     found = dict.fromkeys(streams, 0)
     seen = set(taken)
     prompts: list[Prompt] = []
-    while len(prompts) < count and weights:
+    for _ in range(DRAWS_PER_PROMPT * count + 4 * MISSES_MIN):
+        if len(prompts) == count or not weights:
+            break
         family = rng.choices(tuple(weights), tuple(weights.values()))[0]
         prompt = next(streams[family])(f"{name}-{len(prompts)}")
         key = question_key(prompt)

@@ -19,6 +19,7 @@ _MARKED: Final = (
     re.compile(r"\\boxed\{([^{}]*)\}"),
     re.compile(r"(?:final answer|answer)\s*(?:is)?\s*[:=]\s*([^\n]+)", re.IGNORECASE),
 )
+_WHOLE: Final = re.compile(r"[-+]?\d{1,4000}")
 ABS_TOLERANCE: Final = 1e-6
 REL_TOLERANCE: Final = 1e-6
 
@@ -49,7 +50,9 @@ def last_number(text: str) -> str | None:
 
 
 def same_number(left: str, right: str) -> bool:
-    """Equal within ABS_TOLERANCE or REL_TOLERANCE; False if either is no finite number."""
+    """Whole numbers must be equal, others within ABS_TOLERANCE or REL_TOLERANCE; False if either is no finite number."""
+    if _WHOLE.fullmatch(left) and _WHOLE.fullmatch(right):
+        return int(left) == int(right)  # a relative tolerance would take 999999 for 1000000
     try:
         a, b = float(left), float(right)
     except ValueError:

@@ -38,16 +38,19 @@ def steps(env, prompt, *texts):
 
 def test_feedback_until_the_target():
     low, high, done = steps(ArithmeticGameEnv(9), game(3, 15), "9", "I say 5", "-2")
-    assert low.messages[0].content == "Now 12. Target 15 is higher. Next number?"
-    assert high.messages[0].content == "Now 17. Target 15 is lower. Next number?"
+    assert low.messages[0].content == "That makes 12. 12 + ? = 15. Say one number."
+    assert high.messages[0].content == "That makes 17. 17 + ? = 15. Say one number."
     assert (low.done, high.done, done.done, done.policy_fail) == (False, False, True, "")
 
 
 @pytest.mark.parametrize("text", ["", "no idea", "10", "0", "2.5", "-10"])
-def test_what_is_no_legal_move_is_the_policys_fault(text):
-    (step,) = steps(ArithmeticGameEnv(9), game(3, 15), text)
+def test_what_is_no_legal_move_wastes_the_turn_or_is_the_policys_fault(text):
+    wasted, next_one = steps(ArithmeticGameEnv(9), game(3, 15), text, "9")
+    assert wasted.messages[0].content == "Say only one number from -9 to 9."
+    assert next_one.messages[0].content.startswith("That makes 12.")
+    (step,) = steps(ArithmeticGameEnv(9, strict=True), game(3, 15), text)
     assert step.done
-    assert "no legal number from -9 to 9" in step.policy_fail
+    assert "the answer is not one number from -9 to 9" in step.policy_fail
 
 
 def test_a_prompt_of_another_task_is_the_environments_fault():
