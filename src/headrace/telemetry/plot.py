@@ -5,6 +5,7 @@ matplotlib is optional (it is in the dev extra) and imported only here, when dra
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -59,18 +60,7 @@ def plot(
         axis.tick_params(colors=INK, labelsize=9)
         for side in ("top", "right", "left", "bottom"):
             axis.spines[side].set_visible(False)
-    for landing in shown.landings:
-        if start_s <= landing.time_s <= end_s:
-            at = (landing.time_s - start_s, 1.0)
-            style = {"ha": "center", "va": "bottom", "fontsize": 9, "color": INK}
-            top.annotate(
-                f"v{landing.version} lands",
-                at,
-                (0, 3),
-                xycoords=top.get_xaxis_transform(),
-                textcoords="offset points",
-                **style,
-            )
+    _name_landings(top, shown, start_s, end_s)
     bottom.set_xlim(0, end_s - start_s)
     bottom.set_xlabel("seconds", color=INK, fontsize=9)
     top.tick_params(axis="x", length=0)
@@ -83,6 +73,20 @@ def _extent(timeline: Timeline) -> tuple[float, float]:
     if not timeline.intervals:
         raise DataError("the timeline is empty: there is nothing to draw")
     return min(map(begin_of, timeline.intervals)), max(map(end_of, timeline.intervals))
+
+
+def _name_landings(axis: Any, shown: Timeline, start_s: float, end_s: float) -> None:
+    """Names over the dashed lines: short ones where landings are close, none where they would overlap."""
+    times = sorted((x.time_s - start_s, x.version) for x in shown.landings if start_s <= x.time_s <= end_s)
+    span_s = end_s - start_s
+    roomy = all(after[0] - before[0] > 0.085 * span_s for before, after in pairwise(times))
+    style = {"ha": "center", "va": "bottom", "fontsize": 9, "color": INK, "textcoords": "offset points"}
+    last_s = float("-inf")
+    for time_s, version in times:
+        if time_s - last_s > 0.03 * span_s:
+            name = f"v{version} lands" if roomy else f"v{version}"
+            axis.annotate(name, (time_s, 1.0), (0, 3), xycoords=axis.get_xaxis_transform(), **style)
+            last_s = time_s
 
 
 def _draw_rollouts(axis: Any, shown: Timeline, rank: dict[int, int], origin_s: float) -> None:

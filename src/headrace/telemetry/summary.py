@@ -30,7 +30,7 @@ GENERATOR_NAMES: Mapping[str, tuple[str, str]] = {
     "idle": ("idle", "bright_black"),
 }
 WIDTH_MAX = 100
-LABEL_WIDTH = 16
+LABEL_WIDTH = 12
 
 
 def print_summary(console: Console, summary: RunSummary) -> None:
