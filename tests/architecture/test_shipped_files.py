@@ -14,6 +14,7 @@ import typer
 from headrace.cli import app
 from headrace.config.document import render
 from headrace.config.load import load_recipe, parse_override
+from headrace.envs.registry import build_task
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted([*ROOT.glob("recipes/**/*.toml"), *ROOT.glob("examples/**/*.toml")])
@@ -25,6 +26,15 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 def test_every_recipe_loads(path: Path) -> None:
     config = load_recipe(path)
     assert config.recipe_dir == path.parent
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_every_recipe_has_its_task(path: Path) -> None:
+    config = load_recipe(path)
+    task = build_task(config.env, seed=config.seed, recipe_dir=config.recipe_dir)
+    assert len(task.train) >= config.flow.batch_groups
+    assert len(task.eval) <= config.env.eval_prompts
 
 
 def test_settings_page_is_up_to_date() -> None:

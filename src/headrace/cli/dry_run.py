@@ -114,7 +114,7 @@ def warnings(config: RunConfig) -> list[str]:
     flow = config.flow
     # While one batch trains the others generate; right after the start it is one batch more, which passes.
     running = min(_running(config), max(1, flow.lag_bound) * flow.batch_groups * flow.group_size)
-    if running > config.engine.max_batch:
+    if running > 2 * config.engine.max_batch:
         found.append(
             f"about {running} rollouts run at once but engine.max_batch = {config.engine.max_batch} decode together: "
             "the others wait in the engine's queue and grow older"
