@@ -50,7 +50,7 @@ def last_number(text: str) -> str | None:
 
 
 def same_number(left: str, right: str) -> bool:
-    """Whole numbers must be equal, others close (ABS_TOLERANCE, REL_TOLERANCE); False unless both are finite numbers."""
+    """Whole numbers: equal. Others: close (ABS_TOLERANCE, REL_TOLERANCE). False unless both are finite numbers."""
     if _WHOLE.fullmatch(left) and _WHOLE.fullmatch(right):
         return int(left) == int(right)  # a relative tolerance would take 999999 for 1000000
     try:
