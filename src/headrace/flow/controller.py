@@ -51,8 +51,9 @@ from headrace.flow.events import (
     SwapWeights,
     TakeBatch,
 )
+from headrace.flow.group import LiveGroup, Row, end_member
 from headrace.flow.health import Health
-from headrace.flow.ledger import Ledger, LiveGroup, Row, end_member
+from headrace.flow.ledger import Ledger
 from headrace.flow.restore import Restored, sort_rows
 from headrace.flow.window import Window
 from headrace.flow.zero_signal import SignalFilter

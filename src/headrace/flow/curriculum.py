@@ -19,7 +19,7 @@ from typing import Protocol
 import numpy as np
 
 from headrace.config.schema import CurriculumConfig
-from headrace.flow.ledger import Row
+from headrace.flow.group import Row
 
 QUARANTINE_AFTER = 3
 """Failed attempts of one prompt in a row."""
@@ -252,7 +252,8 @@ class Curriculum:
         """Rebuild what earlier processes knew.
 
         `latest`: the newest row of each ordinal as it was found, in order of ordinals, and whether that ordinal is
-        started again (then its outcome counts for nothing, but it still was a pick). Occupy the prompts of salvaged and restarted groups first.
+        started again (then its outcome counts for nothing, but it still was a pick). Occupy the prompts of salvaged
+        and restarted groups first.
         """
         picked: list[int] = []
         owed: Counter[int] = Counter()

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from headrace.flow.ledger import Row
+from headrace.flow.group import Row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

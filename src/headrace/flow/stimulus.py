@@ -27,7 +27,7 @@ from headrace.flow.events import (
     RunStarted,
     StepEnded,
 )
-from headrace.flow.ledger import Row
+from headrace.flow.group import Row
 from headrace.records import Outcome
 
 _EVENTS: tuple[type[Event], ...] = (RunStarted, MemberEnded, BatchWanted, StepEnded, Landed, RunEnding)

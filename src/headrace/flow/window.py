@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from operator import attrgetter
 from typing import Literal
 
-from headrace.flow.ledger import LiveGroup
+from headrace.flow.group import LiveGroup
 
 Readiness = Literal["take", "wait_data", "wait_bound"]
 _ordinal = attrgetter("ordinal")

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from math import sqrt
 
 from headrace.config.schema import FlowConfig
-from headrace.flow.ledger import Row
+from headrace.flow.group import Row
 
 BINS = ("0", "(0, 0.25]", "(0.25, 0.5]", "(0.5, 0.75]", "(0.75, 1)", "1")
 

@@ -19,7 +19,7 @@ from headrace.flow.events import (
     SwapWeights,
     TakeBatch,
 )
-from headrace.flow.ledger import Row
+from headrace.flow.group import Row
 from headrace.flow.restore import Restored
 from headrace.records import Outcome
 
@@ -139,6 +139,8 @@ class World:
         waiting = self.controller.counts()["restarts_waiting"]
         alive = len(self.controller.ledger.alive)
         done = {r.ordinal for r in self.journal.values() if r.state == "final" and r.bucket != "unfinished"}
+        learned = {r.ordinal for r in self.journal.values() if r.bucket == "trained"}
+        assert learned == set(self.trained), "the journal and the checkpoint disagree on what was learned"
         assert len(done) + alive + waiting == len({r.ordinal for r in self.journal.values()}), "a prompt was skipped"
         self.check()
         self.start()

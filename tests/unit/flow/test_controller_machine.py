@@ -55,10 +55,21 @@ class Life(RuleBasedStateMachine):
         self._end(self.world.running, data, data.draw(st.sampled_from([Outcome.OK, Outcome.POLICY_FAIL])), reward)
 
     @precondition(lambda self: self.world.running)
-    @rule(data=st.data())
-    def group_scored(self, data: st.DataObject) -> None:
-        gid = data.draw(st.sampled_from(sorted(self.world.running)))
-        self.world.finish(gid, lambda member: float(member % 2))
+    @rule(data=st.data(), youngest=st.booleans())
+    def group_scored(self, data: st.DataObject, youngest: bool) -> None:
+        """A whole group, sampled by the version it started with; often the youngest overtakes the others."""
+        running = sorted(self.world.running)
+        gid = running[-1] if youngest else data.draw(st.sampled_from(running))
+        first = self.world.started[gid].version
+        self.world.finish(gid, lambda member: float(member % 2), tok_by_version=((first, 5),))
+
+    @precondition(lambda self: self.world.batch is not None and self.world.swapping is None)
+    @rule()
+    def whole_step(self) -> None:
+        self.world.step()
+        if self.world.swapping is not None:
+            self.world.land()
+        self.world.want()
 
     @precondition(lambda self: self.world.running)
     @rule(data=st.data(), outcome=st.sampled_from([Outcome.INFRA_FAIL, Outcome.TIMEOUT, Outcome.CANCELLED]))

@@ -5,7 +5,8 @@ from flow_world import World, train
 
 from headrace.config.schema import FlowConfig
 from headrace.errors import FlowError
-from headrace.flow.ledger import Ledger, LiveGroup
+from headrace.flow.group import LiveGroup
+from headrace.flow.ledger import Ledger
 from headrace.records import Outcome
 
 
