@@ -1,4 +1,4 @@
-"""One prompt attempt: `LiveGroup` while something can still happen to it; `Row`, its frozen picture, for the journal."""
+"""One prompt attempt: `LiveGroup` while something can still happen to it; `Row`, its frozen picture for the journal."""
 
 from __future__ import annotations
 
