@@ -102,6 +102,7 @@ def run(args: dict[str, Any]) -> dict[str, Any]:
                 sys.exit(f"{count} requests made {made} tokens, expected {count * args['new_tok']}")
         rates[str(count)] = round(count * args["new_tok"] / statistics.median(times), 1)
         runs_s[str(count)] = [round(t, 3) for t in times]
+        sys.stderr.write(f"{count} requests: {rates[str(count)]} tok/s\n")
     return {
         "peer": "vllm",
         "decode": rates,
