@@ -69,8 +69,12 @@ class Controller:
     a CancelGroup decision.
     """
 
-    def __init__(self, flow: FlowConfig, curriculum: CurriculumConfig, *, prompts: int, seed: int) -> None:
+    def __init__(
+        self, flow: FlowConfig, curriculum: CurriculumConfig, *, prompts: int, seed: int, steps: int = 0
+    ) -> None:
+        """`prompts` in the data set; `steps` of the whole run (0 = open end): nothing starts that no step would use."""
         self.flow = flow
+        self._steps = steps
         self.ledger = Ledger()
         self.health = Health(in_flight=flow.in_flight, lag_bound=flow.lag_bound)
         self.curriculum = Curriculum(curriculum, prompts=prompts, seed=seed)
@@ -120,9 +124,10 @@ class Controller:
         seed: int,
         rows: Iterable[Row],
         version: int,
+        steps: int = 0,
     ) -> tuple[Controller, Restored]:
         """A controller that goes on from a checkpoint of `version` and the journal's rows (flow/restore.py)."""
-        self = cls(flow, curriculum, prompts=prompts, seed=seed)
+        self = cls(flow, curriculum, prompts=prompts, seed=seed, steps=steps)
         self.version = self.landed = version
         plan = sort_rows(rows, version=version, eta=self._eta, carries=self._carries)
         for row in plan.kept:
@@ -270,7 +275,7 @@ class Controller:
             landed=self.landed, published=self.version, next_take=self.version + (1 if self._batch else 0)
         ):
             return
-        while admission.has_room():
+        while admission.has_room() and self._is_needed():
             if self._restarts:
                 lost = self._restarts.popleft()
                 ordinal, attempt, prompt = lost.ordinal, lost.attempt + 1, lost.prompt_index
@@ -284,6 +289,14 @@ class Controller:
                 ordinal, attempt, prompt = self._next_ordinal, 0, picked
                 self._next_ordinal += 1
             self._start(ordinal, attempt, prompt, out)
+
+    def _is_needed(self) -> bool:
+        """One more group could still train in a step of this run (with oversampling: that share more)."""
+        if not self._steps:
+            return True
+        left = (self._steps - self.version) * self.flow.batch_groups
+        outstanding = self._window.running + self._window.completed + len(self._batch)
+        return outstanding < left * (1.0 + self.flow.oversample)
 
     def _start(self, ordinal: int, attempt: int, prompt: int, out: list[Decision]) -> None:
         group = LiveGroup(

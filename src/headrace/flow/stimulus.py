@@ -28,6 +28,7 @@ from headrace.flow.events import (
     StepEnded,
 )
 from headrace.flow.group import Row
+from headrace.flow.restore import Restored
 from headrace.records import Outcome
 
 _EVENTS: tuple[type[Event], ...] = (RunStarted, MemberEnded, BatchWanted, StepEnded, Landed, RunEnding)
@@ -46,14 +47,24 @@ class Setup:
     """The journal, if the run was resumed."""
     version: int = 0
     """Of the checkpoint, if the run was resumed."""
+    steps: int = 0
+    """Of the whole run; 0 = open end."""
 
     def controller(self) -> Controller:
-        if not self.rows:
-            return Controller(self.flow, self.curriculum, prompts=self.prompts, seed=self.seed)
-        controller, _ = Controller.restore(
-            self.flow, self.curriculum, prompts=self.prompts, seed=self.seed, rows=self.rows, version=self.version
+        """A fresh controller in this state."""
+        return self.restore()[0]
+
+    def restore(self) -> tuple[Controller, Restored]:
+        """The controller, and what it took over from `rows`."""
+        return Controller.restore(
+            self.flow,
+            self.curriculum,
+            prompts=self.prompts,
+            seed=self.seed,
+            rows=self.rows,
+            version=self.version,
+            steps=self.steps,
         )
-        return controller
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +110,7 @@ def write_setup(setup: Setup) -> str:
         "seed": setup.seed,
         "rows": [encode(row) for row in setup.rows],
         "version": setup.version,
+        "steps": setup.steps,
     }
     return json.dumps({"setup": data})
 
@@ -141,6 +153,7 @@ def _setup(data: dict[str, Any]) -> Setup:
         seed=data["seed"],
         rows=tuple(decode(row) for row in data["rows"]),
         version=data["version"],
+        steps=data["steps"],
     )
 
 

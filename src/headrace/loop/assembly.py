@@ -12,7 +12,6 @@ from headrace.config.schema import RunConfig
 from headrace.envs.env import Task
 from headrace.envs.grading import GraderPool
 from headrace.errors import RoleDiedError
-from headrace.flow.controller import Controller
 from headrace.flow.stimulus import Setup
 from headrace.loop import resume, setup
 from headrace.loop.handoff import Handoff
@@ -116,26 +115,18 @@ async def _assemble(
     learner = RemoteLearner(trainer, call_deadline_s=call_s)
     version = await _load_checkpoint(folder, learner, view) if resumed else 0
     journal = Journal(folder.ledger)
-    rows, prompts = tuple(journal.rows()), len(task.train)
-    controller, restored = Controller.restore(
-        config.flow, config.curriculum, prompts=prompts, seed=config.seed, rows=rows, version=version
+    plan = Setup(
+        flow=config.flow,
+        curriculum=config.curriculum,
+        prompts=len(task.train),
+        seed=config.seed,
+        rows=tuple(journal.rows()),
+        version=version,
+        steps=config.steps,
     )
+    controller, restored = plan.restore()
     journal.write(controller.ledger.drain_changes())
-    recorder = Recorder(
-        config,
-        folder.path,
-        controller=controller,
-        setup=Setup(
-            flow=config.flow,
-            curriculum=config.curriculum,
-            prompts=prompts,
-            seed=config.seed,
-            rows=rows,
-            version=version,
-        ),
-        clock=clock,
-        view=view,
-    )
+    recorder = Recorder(config, folder.path, controller=controller, setup=plan, clock=clock, view=view)
     if resumed:
         recorder.resumed(version, restored)
     grader = GraderPool(

@@ -10,7 +10,6 @@ from typing import Any
 from headrace.config.schema import RunConfig
 from headrace.errors import ConfigError, did_you_mean
 from headrace.roles import RoleSpec
-from headrace.rollout.chat import ChatCodec
 from headrace.rollout.codec import ByteCodec, Codec
 
 ENGINES = {"native": "headrace.rollout.native.core:build", "scripted": "headrace.rollout.scripted:build"}
@@ -80,4 +79,6 @@ def codec(config: RunConfig, model_dir: Path | None) -> Codec:
     """How conversations become token ids in this run."""
     if model_dir is None:
         return ByteCodec()
+    from headrace.rollout.chat import ChatCodec  # noqa: PLC0415  transformers takes seconds, runs without a model none
+
     return ChatCodec(model_dir, system_prompt=config.model.system_prompt)

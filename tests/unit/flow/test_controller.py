@@ -3,11 +3,13 @@
 import pytest
 from flow_world import World, train
 
-from headrace.config.schema import FlowConfig
+from headrace.config.schema import CurriculumConfig, FlowConfig
 from headrace.errors import FlowError
+from headrace.flow.controller import Controller
 from headrace.flow.events import (
     BatchWanted,
     CancelGroup,
+    Decision,
     Landed,
     MemberEnded,
     RetryMember,
@@ -384,3 +386,47 @@ def test_a_member_cannot_end_twice_nor_a_busy_trainer_ask() -> None:
         world.controller.handle(BatchWanted(time_s=2.0))
     with pytest.raises(FlowError, match="makes version 1"):
         world.controller.handle(StepEnded(time_s=2.0, version=2))
+
+
+# -- the end of the run --------------------------------------------------------------------------------------------
+
+
+def test_nothing_starts_that_no_step_would_use() -> None:
+    """B = 2, eta = 2, steps = 2: of 6 slots only 4 are used, and a filtered group is replaced."""
+    controller = Controller(pipeline(2, 2), CurriculumConfig(), prompts=50, seed=0, steps=2)
+    begun = started(controller.handle(RunStarted(time_s=0.0, version=0)))
+    assert begun == [A, B, C, D]
+    finish(controller, A, rewards=(1.0, 1.0))
+    assert started(finish(controller, B, rewards=(1.0, 0.0))) == []
+    assert controller.counts()["running_groups"] == 3, "e has replaced a"
+    controller.handle(BatchWanted(time_s=1.0))
+    assert taken(finish(controller, C, rewards=(1.0, 0.0))) == (B, C)
+    controller.handle(StepEnded(time_s=2.0, version=1))
+    assert started(controller.handle(Landed(time_s=3.0, version=1))) == []
+    controller.handle(BatchWanted(time_s=3.0))
+    finish(controller, D, rewards=(1.0, 0.0))
+    assert taken(finish(controller, E, rewards=(1.0, 0.0))) == (D, E)
+    controller.handle(StepEnded(time_s=4.0, version=2))
+    controller.handle(Landed(time_s=5.0, version=2))
+    assert controller.handle(RunEnding(time_s=6.0)) == []
+    assert controller.ledger.buckets["unfinished"] == 0
+
+
+def finish(controller: Controller, group_id: str, *, rewards: tuple[float, ...]) -> list[Decision]:
+    """All members of a group end with these rewards."""
+    out: list[Decision] = []
+    for member, reward in enumerate(rewards):
+        out += controller.handle(
+            MemberEnded(
+                time_s=float(controller.landed) * 2.0 + 1.0,
+                group_id=group_id,
+                member=member,
+                attempt=0,
+                outcome=Outcome.OK,
+                reward=reward,
+                generated_tok=3,
+                oldest_version=controller.landed,
+                newest_version=controller.landed,
+            )
+        )
+    return out
