@@ -10,7 +10,7 @@ and with the same result (tested on the Llama family in float32).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from headrace.errors import DataError, LearnerError, boundary
 from headrace.trainer.attention import attend, plan_attention
 from headrace.trainer.batching import MicroBatch, Segment
-from headrace.trainer.blocks import embed, rms_norm, rotate, swiglu
+from headrace.trainer.blocks import embed, linear, rms_norm, rotate, swiglu
 from headrace.trainer.head import token_logp
 
 _FLAT_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -46,6 +46,8 @@ class Policy:
         self.embedding_grad_VH: Tensor | None = None
         """Float32 accumulators that bypass autograd; None while those weights are frozen."""
         self.head_grad_VH: Tensor | None = None
+        self.linear_grads: dict[nn.Module, Tensor] = {}
+        """The same for linear layers inside our own forward pass; without an entry autograd does it."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Hugging Face names; a tied head is not listed."""
@@ -58,6 +60,13 @@ class Policy:
     @property
     def head_name(self) -> str:
         return self._name_of(self.module.get_output_embeddings().weight)
+
+    def collect(self, grad_of: Mapping[str, Tensor]) -> None:
+        """Send gradients of embedding, head and linear layers straight into these float32 accumulators, by name."""
+        self.embedding_grad_VH = grad_of.get(self.embedding_name)
+        self.head_grad_VH = grad_of.get(self.head_name)
+        linears = {n: m for n, m in self.module.named_modules() if isinstance(m, nn.Linear) and m.weight.requires_grad}
+        self.linear_grads = {m: grad_of[f"{n}.weight"] for n, m in linears.items() if f"{n}.weight" in grad_of}
 
     def logp(self, micro: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
         """(log-probs of the targets with gradient, entropy in nats), float32 [K]."""
@@ -94,18 +103,23 @@ class Policy:
         for layer in body.layers:
             attention = layer.self_attn
             h_NH = rms_norm(x_NH, layer.input_layernorm.weight, config.rms_norm_eps)
-            q_NAD = attention.q_proj(h_NH).view(-1, heads, head_dim)
-            k_NED = attention.k_proj(h_NH).view(-1, kv_heads, head_dim)
-            v_NED = attention.v_proj(h_NH).view(-1, kv_heads, head_dim)
+            q_NAD = self._linear(h_NH, attention.q_proj).view(-1, heads, head_dim)
+            k_NED = self._linear(h_NH, attention.k_proj).view(-1, kv_heads, head_dim)
+            v_NED = self._linear(h_NH, attention.v_proj).view(-1, kv_heads, head_dim)
             if config.model_type == "qwen3":
                 q_NAD = rms_norm(q_NAD, attention.q_norm.weight, config.rms_norm_eps)
                 k_NED = rms_norm(k_NED, attention.k_norm.weight, config.rms_norm_eps)
             q_NAD, k_NED = rotate(q_NAD, cos_N1D, sin_N1D), rotate(k_NED, cos_N1D, sin_N1D)
             out_NAD = attend(q_NAD, k_NED, v_NED, plan, attention.scaling)
-            x_NH = x_NH + attention.o_proj(out_NAD.reshape(len(x_NH), -1))
+            x_NH = x_NH + self._linear(out_NAD.reshape(len(x_NH), -1), attention.o_proj)
             h_NH = rms_norm(x_NH, layer.post_attention_layernorm.weight, config.rms_norm_eps)
-            x_NH = x_NH + layer.mlp.down_proj(swiglu(layer.mlp.gate_proj(h_NH), layer.mlp.up_proj(h_NH)))
+            gate_NF, up_NF = self._linear(h_NH, layer.mlp.gate_proj), self._linear(h_NH, layer.mlp.up_proj)
+            x_NH = x_NH + self._linear(swiglu(gate_NF, up_NF), layer.mlp.down_proj)
         return rms_norm(x_NH, body.norm.weight, config.rms_norm_eps)
+
+    def _linear(self, x_NI: Tensor, module: nn.Linear) -> Tensor:
+        """A linear layer whose weight's gradient, if collected, goes straight into its float32 accumulator."""
+        return linear(x_NI, module, self.linear_grads.get(module))
 
     def _padded_hidden(self, micro: MicroBatch) -> Tensor:
         """Final hidden states [N, H] from transformers' layers: one padded row per family of segments, 4D mask."""

@@ -27,6 +27,7 @@ from headrace.trainer.batching import MicroBatch, micro_batches, split
 from headrace.trainer.learner import ForwardBackwardReport, OptimReport
 from headrace.trainer.lora import Adapters
 from headrace.trainer.masters import Masters
+from headrace.trainer.memory import keep_freed_memory
 from headrace.trainer.model import Policy
 from headrace.trainer.objective import Objective, Seen, drop_nonfinite, find_loss, make_targets
 from headrace.trainer.schedule import learning_rate
@@ -36,6 +37,7 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torc
 
 def build(*, config: dict[str, Any], model_dir: str) -> TorchLearner:
     """Factory for `trainer.kind = "torch"`: a resolved recipe (`RunConfig.model_dump()`) and a model folder."""
+    keep_freed_memory()
     return TorchLearner(RunConfig.model_validate(config), model_dir)
 
 
@@ -57,8 +59,7 @@ class TorchLearner:
         self._adapters = Adapters(self.policy.module, config.lora, config.seed) if config.lora.rank else None
         trained = self._adapters.parameters if self._adapters else dict(self.policy.named_parameters())
         self.masters = Masters(trained, config.optim)
-        self.policy.embedding_grad_VH = self.masters.grad_of.get(self.policy.embedding_name)
-        self.policy.head_grad_VH = self.masters.grad_of.get(self.policy.head_name)
+        self.policy.collect(self.masters.grad_of)
         needs_copy = config.loss.kl_coef > 0 and self._adapters is None
         self._reference = self._load() if needs_copy else None
         if self._reference is not None:
