@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from headrace.rollout.native import kernels
 from headrace.rollout.native.head import logits_fp32
 from headrace.rollout.native.kv import KvCache
 from headrace.rollout.native.loading import infos_of, to_tensor
@@ -66,12 +67,19 @@ class Decoder:
         self._max_batch, self._max_context, self._fixed = max_batch, max_context_tok, fixed_shapes
         self._n_layers: int = config.num_hidden_layers
         self._pack = can_pack(dtype, device)
-        self._eps = torch.tensor([config.rms_norm_eps], dtype=torch.float32, device=device)
+        self._kernels = kernels.usable(dtype, device)
+        self._eps: float = config.rms_norm_eps
+        self._eps_1 = torch.tensor([config.rms_norm_eps], dtype=torch.float32, device=device)
         self._q_heads: int = config.num_attention_heads
         self._kv_heads: int = config.num_key_value_heads
         self._width: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self._weights = fuse(named, layers=self._n_layers, device=device, pack=self._pack)
         self._cos_CD, self._sin_CD = _rope_tables(config, self._width, max_context_tok, dtype, device)
+        if self._kernels:
+            kernels.warm_up(self._width, self._q_heads, self._kv_heads)
+        half = self._width // 2
+        self._cos_kernel = self._cos_CD[:, half:].float().contiguous().cpu().numpy()
+        self._sin_kernel = self._sin_CD[:, half:].float().contiguous().cpu().numpy()
         self._kv = KvCache(
             layers=self._n_layers,
             heads=self._kv_heads,
@@ -84,6 +92,8 @@ class Decoder:
 
     def prefill(self, rows: Sequence[int], ids: Sequence[Sequence[int]]) -> None:
         """See Backend. Prompts of like length go together, padded on the right; with fixed shapes each goes alone."""
+        if self._kernels:
+            kernels.use_threads()
         order = sorted((i for i in range(len(rows)) if ids[i]), key=lambda i: len(ids[i]))
         while order:
             longest = self._max_context if self._fixed else len(ids[order[-1]])
@@ -96,6 +106,8 @@ class Decoder:
 
     def decode(self, ids_B: Sequence[int], position_B: Sequence[int]) -> torch.Tensor:
         """See Backend."""
+        if self._kernels:
+            kernels.use_threads()
         count = len(ids_B)
         ids, position = list(ids_B), list(position_B)
         reach = self._max_context if self._fixed else max(position) + 1
@@ -131,14 +143,14 @@ class Decoder:
         padded = [[*one, *([0] * (length - len(one)))] for one in ids]
         rows_B = torch.tensor(rows, device=self._device)
         x_NH = F.embedding(torch.tensor(padded, device=self._device).view(-1), self._weights.embed_VH)
-        cos_T1D, sin_T1D = self._cos_CD[:length, None], self._sin_CD[:length, None]
+        row_N = rows_B.repeat_interleave(length)
+        position_N = torch.arange(length, device=self._device).repeat(batch)
         for index, (layer, kv) in enumerate(zip(self._weights.layers, self._kv.layers, strict=True)):
-            qkv_BTAD = layer.qkv(self._norm(x_NH, layer.attn_norm_H)).view(batch, length, -1, width)
-            self._rotate_(qkv_BTAD, layer, cos_T1D, sin_T1D)
-            qkv_BATD = qkv_BTAD.transpose(1, 2)
-            kv[rows_B, :, :length] = qkv_BATD[:, self._q_heads :]
+            qkv_NAD = layer.qkv(self._norm(x_NH, layer.attn_norm_H)).view(batch * length, -1, width)
+            self._rotate_store_(qkv_NAD, layer, row_N, position_N, kv)
             if index == self._n_layers - 1:
                 return  # the last layer's keys and values are stored; nothing reads its output
+            qkv_BATD = qkv_NAD.view(batch, length, -1, width).transpose(1, 2)
             q, k, v = torch.split(qkv_BATD, [self._q_heads, self._kv_heads, self._kv_heads], 1)
             attended_BQTD = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
             x_NH = layer.out.plus(attended_BQTD.transpose(1, 2).reshape(batch * length, -1), x_NH)
@@ -146,18 +158,15 @@ class Decoder:
 
     def _decode(self, ids_B: torch.Tensor, position_B: torch.Tensor, reach: int) -> torch.Tensor:
         """Final normed hidden states [B, H]."""
-        batch, width, pairs = len(ids_B), self._width, 2 * self._kv_heads
+        batch, width = len(ids_B), self._width
         x_BH = F.embedding(ids_B, self._weights.embed_VH)
-        cos_B1D, sin_B1D = self._cos_CD[position_B][:, None], self._sin_CD[position_B][:, None]
+        row_B = torch.arange(batch, device=self._device)
         column_S = torch.arange(reach, device=self._device)
         mask_B11S = torch.zeros(batch, 1, 1, reach, dtype=self._dtype, device=self._device)
         mask_B11S.masked_fill_((column_S > position_B[:, None])[:, None, None], -torch.inf)
-        head_P = torch.arange(batch * pairs, device=self._device)
-        flat_P = head_P * self._kv.context + position_B.repeat_interleave(pairs)
         for layer, kv in zip(self._weights.layers, self._kv.layers, strict=True):
             qkv_BAD = layer.qkv(self._norm(x_BH, layer.attn_norm_H)).view(batch, -1, width)
-            self._rotate_(qkv_BAD, layer, cos_B1D, sin_B1D)
-            kv.view(-1, width).index_copy_(0, flat_P, qkv_BAD[:, self._q_heads :].reshape(-1, width))
+            self._rotate_store_(qkv_BAD, layer, row_B, position_B, kv)
             k_BKSD, v_BKSD = kv[:batch, : self._kv_heads, :reach], kv[:batch, self._kv_heads :, :reach]
             attended_BQ1D = F.scaled_dot_product_attention(
                 qkv_BAD[:, : self._q_heads, None], k_BKSD, v_BKSD, attn_mask=mask_B11S, enable_gqa=True
@@ -173,19 +182,30 @@ class Decoder:
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Root-mean-square norm over the last dimension."""
+        if self._kernels and x.ndim == 2:
+            return kernels.rms_norm(x, kernels.bits(weight), self._eps)
         wide = x.float()
         norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        scale = torch.addcmul(self._eps, norm, norm, value=1.0 / x.shape[-1]).rsqrt_()
+        scale = torch.addcmul(self._eps_1, norm, norm, value=1.0 / x.shape[-1]).rsqrt_()
         return (wide * scale).to(x.dtype).mul_(weight)
 
-    def _rotate_(self, qkv: torch.Tensor, layer: Layer, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        """Norm (if the model has it) and rotary embedding of query and key heads, in place; [..., Q + 2K, D]."""
+    def _rotate_store_(
+        self, qkv_NAD: torch.Tensor, layer: Layer, row_N: torch.Tensor, position_N: torch.Tensor, kv: torch.Tensor
+    ) -> None:
+        """Norm (if the model has it) and rotate query and key heads in place; copy keys and values to the cache."""
         if layer.q_norm_D is not None and layer.k_norm_D is not None:
-            q, k = qkv[..., : self._q_heads, :], qkv[..., self._q_heads : -self._kv_heads, :]
+            q, k = qkv_NAD[:, : self._q_heads], qkv_NAD[:, self._q_heads : -self._kv_heads]
             q.copy_(self._norm(q, layer.q_norm_D))
             k.copy_(self._norm(k, layer.k_norm_D))
-        both = qkv[..., : -self._kv_heads, :]
-        torch.addcmul(both * cos, both.roll(self._width // 2, -1), sin, out=both)
+        if self._kernels:
+            kernels.rotate_store(
+                qkv_NAD, self._cos_kernel, self._sin_kernel, row_N.numpy(), position_N.numpy(), kernels.bits(kv)
+            )
+            return
+        cos_N1D, sin_N1D = self._cos_CD[position_N][:, None], self._sin_CD[position_N][:, None]
+        both = qkv_NAD[:, : -self._kv_heads]
+        torch.addcmul(both * cos_N1D, both.roll(self._width // 2, -1), sin_N1D, out=both)
+        kv[row_N, :, position_N] = qkv_NAD[:, self._q_heads :]
 
 
 def _rope_tables(
