@@ -24,7 +24,7 @@ import traceback
 from collections.abc import Mapping
 from typing import Any, Final
 
-import cloudpickle  # type: ignore[import-untyped]
+import cloudpickle
 import numpy as np
 
 PR_SET_PDEATHSIG: Final = 1

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Final
 
-import cloudpickle  # type: ignore[import-untyped]
+import cloudpickle
 
 from headrace.envs.env import RewardFn
 from headrace.envs.grade_worker import HEADER

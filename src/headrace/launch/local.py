@@ -111,6 +111,7 @@ class LocalHandle:
     def kill(self) -> None:
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
+        self._sender.shutdown(wait=False)
 
     async def close(self, deadline_s: float) -> None:
         self._closing = True
@@ -141,7 +142,8 @@ class LocalHandle:
 
     def _submit(self, message: tuple[int, str, tuple[Any, ...]]) -> None:
         data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-        self._sender.submit(self._send, data)
+        with suppress(RuntimeError):  # killed: the reader thread fails every pending call
+            self._sender.submit(self._send, data)
 
     def _send(self, data: bytes) -> None:
         try:
