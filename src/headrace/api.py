@@ -24,6 +24,7 @@ from headrace.config.load import config_from_overrides, load_recipe
 from headrace.config.schema import RunConfig
 from headrace.envs.env import RewardFn
 from headrace.envs.registry import build_task
+from headrace.errors import ConfigError, boundary
 from headrace.hub.fetch import ensure_model
 from headrace.launch.local import LocalLauncher
 from headrace.loop import resume as resuming
@@ -131,12 +132,15 @@ def evaluate(
     view = view or SilentView()
     task = build_task(config.env, seed=config.seed, recipe_dir=config.recipe_dir, reward=reward)
     model_dir = ensure_model(config.model.name, view.progress)
+    logs = logs or Path(config.out) / "logs"
+    with boundary(ConfigError, f"out = {config.out!r}: making {logs} for the generator's log"):
+        logs.mkdir(parents=True, exist_ok=True)
     evaluating = evaluate_model(
         config,
         task=task,
         model_dir=model_dir,
         make_launcher=LocalLauncher,
-        logs=logs or Path(config.out) / "logs",
+        logs=logs,
         view=view,
     )
     return asyncio.run(evaluating)

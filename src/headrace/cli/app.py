@@ -9,6 +9,7 @@ import typer
 
 from headrace.cli.evaluate import evaluate
 from headrace.cli.models import models
+from headrace.cli.report import report
 from headrace.cli.runs import runs
 from headrace.cli.train import train
 
@@ -22,6 +23,7 @@ app = typer.Typer(
 )
 app.command("train")(train)
 app.command("eval")(evaluate)
+app.command("report")(report)
 app.add_typer(models, name="models")
 app.add_typer(runs, name="runs")
 

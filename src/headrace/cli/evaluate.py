@@ -61,13 +61,43 @@ def _config(model: str, env: str, recipe: Path | None, changes: list[str]) -> Ru
     elif is_run:
         base = recipe_of(run)
     elif not env:
-        raise ConfigError("say what to ask: --env KIND with its options, or --recipe RECIPE")
+        _must_exist(model)
+        raise ConfigError(f"say what to ask {model}: --env KIND with its options, or --recipe RECIPE")
     if env:
         # Options belong to a kind: those of another kind would only be refused.
         same_kind = base is not None and base.env.kind == env
         changes = [override("env.kind", env), *([] if same_kind else ["env.options={}", "env.reward="]), *changes]
-    name = str(run / "model") if is_run else model
+    name = _model_of(run) if is_run else model
     return config_from_overrides([override("model.name", name), *changes], base)
+
+
+def _must_exist(model: str) -> None:
+    from headrace.errors import DataError, did_you_mean
+    from headrace.hub.fetch import list_models
+
+    known = [s.source.name for s in list_models()]
+    if model not in known and not Path(model).exists():
+        runs = [str(p.parent) for p in Path(model).parent.glob("*/run.json")]
+        raise DataError(f"{model!r} is no run folder, model folder or known model; {did_you_mean(model, known + runs)}")
+
+
+def _model_of(run: Path) -> str:
+    """The model folder of a run; DataError with the way to get one when the run has none."""
+    from headrace.errors import DataError
+    from headrace.loop.resume import complete_checkpoints
+
+    if (run / "model").is_dir():
+        return str(run / "model")
+    saved = complete_checkpoints(run)
+    if not saved:
+        raise DataError(
+            f"{run} has neither model nor checkpoint: it is still running, or it ended before its first one"
+        )
+    step = saved[-1][0]
+    raise DataError(
+        f"{run} has no model yet: a run writes it at its end. Go on with `headrace train --resume {run}`, or end it "
+        f"at its newest checkpoint with `headrace train --resume {run} --set steps={step}`"
+    )
 
 
 def interval(solved_frac: float, prompts: int) -> tuple[float, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Annotated, Any
@@ -43,24 +44,32 @@ def list_(folder: Annotated[Path, typer.Argument(help="Folder of run folders.")]
 @runs.command("show")
 def show(
     run: Annotated[Path, typer.Argument(help="Run folder.")],
-    recipe: Annotated[bool, typer.Option("--recipe", help="Print the resolved recipe instead.")] = False,
+    recipe: Annotated[bool, typer.Option("--recipe", help="Print the resolved recipe instead, as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
-    """The summary of one run, or its resolved recipe, as JSON.
+    """The summary of one run, or its resolved recipe.
 
     Example: headrace runs show runs/quickstart-20260101-120000 --recipe
     """
+    from headrace.cli.console import out
     from headrace.config.load import resolved_json
     from headrace.errors import DataError
     from headrace.loop.resume import read_about, recipe_of
+    from headrace.telemetry.log import read_log
+    from headrace.telemetry.records import RunSummary
+    from headrace.telemetry.summary import print_summary
 
     if recipe:
         typer.echo(resolved_json(recipe_of(run)), nl=False)
         return
     read_about(run)
-    summary = next((r for r in reversed(read_metrics(run)) if r.get("kind") == "summary"), None)
+    summary = next((r for r in reversed(read_log(run)) if isinstance(r, RunSummary)), None)
     if summary is None:
         raise DataError(f"{run} has no summary: it is still running or was killed (go on with --resume {run})")
-    typer.echo(json.dumps(summary, indent=2))
+    if as_json:
+        typer.echo(json.dumps(dataclasses.asdict(summary), indent=2))
+    else:
+        print_summary(out(), summary)
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:

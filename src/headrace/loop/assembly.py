@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from headrace.clock import Clock
 from headrace.config.schema import RunConfig
@@ -27,6 +28,7 @@ from headrace.telemetry.view import View
 from headrace.trainer.remote import RemoteLearner
 
 MakeLauncher = Callable[[Path], Launcher]
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -107,10 +109,12 @@ async def _assemble(
         longest_s = config.env.rollout_deadline_s + 60.0
         return handle, RemoteEngine(handle, call_deadline_s=call_s, generate_deadline_s=longest_s)
 
+    starting = _Starting(view, "loading the model" if setup.needs_model(config) else "starting")
     replica = Replica(spawn_generator, notice=view.message, fail=lambda error: pipeline.fail(error))
     view.status("starting generator and trainer")
     trainer, _ = await asyncio.gather(
-        launcher.spawn(setup.trainer_spec(config, model_dir), deadline_s=start_s), replica.start()
+        starting.show("trainer", launcher.spawn(setup.trainer_spec(config, model_dir), deadline_s=start_s)),
+        starting.show("generator", replica.start()),
     )
     learner = RemoteLearner(trainer, call_deadline_s=call_s)
     version = await _load_checkpoint(folder, learner, view) if resumed else 0
@@ -148,7 +152,11 @@ async def _assemble(
         recorder=recorder,
     )
     view.status(f"handing version {version} to the generator")
-    await handoff.land(await handoff.publish(version))
+    view.role("generator", f"ready for version {version}", waits_for="trainer")
+    manifest = await handoff.publish(version)
+    view.role("generator", f"loading version {version}")
+    await handoff.land(manifest)
+    view.role("generator", "ready")
     watcher = asyncio.create_task(_watch(trainer, pipeline), name="trainer watch")
     return Parts(
         folder=folder,
@@ -164,6 +172,24 @@ async def _assemble(
         watcher=watcher,
         version=version,
     )
+
+
+class _Starting:
+    """Shows which role is still starting and who waits for it."""
+
+    def __init__(self, view: View, doing: str) -> None:
+        self._view = view
+        self._doing = doing
+        self._under_way: list[str] = []
+
+    async def show(self, name: str, start: Awaitable[T]) -> T:
+        """Wait for `start`, telling the view before and after."""
+        self._under_way.append(name)
+        self._view.role(name, self._doing)
+        result = await start
+        self._under_way.remove(name)
+        self._view.role(name, "ready", waits_for=", ".join(self._under_way))
+        return result
 
 
 async def _load_checkpoint(folder: resume.RunFolder, learner: RemoteLearner, view: View) -> int:

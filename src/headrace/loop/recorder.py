@@ -14,10 +14,11 @@ from headrace.flow.restore import Restored
 from headrace.flow.stimulus import Setup, write_setup, write_stimulus
 from headrace.loop.evaluate import SOLVED
 from headrace.loop.handoff import Handoff
-from headrace.records import Batch, Completion, Rollout
+from headrace.records import Batch, Completion, Outcome, Rollout
 from headrace.rollout.engine import EngineStats
 from headrace.telemetry.log import RunLog
 from headrace.telemetry.records import EvalRecord, RunSummary, StepRecord
+from headrace.telemetry.report import write_report
 from headrace.telemetry.timeline import Landing, RolloutSpan, Timeline, TrainerSpan
 from headrace.telemetry.view import View
 from headrace.trainer.learner import ForwardBackwardReport, OptimReport
@@ -73,7 +74,7 @@ class Recorder:
         self._controller.health.observe_rollout(rollout.gen_s, rollout.env_s, rollout.grade_s)
         end_s = self._clock.now() - self._training_s - rollout.grade_s
         for turn in reversed(rollout.turns):
-            span = _rollout_span(turn.completion, end_s)
+            span = _rollout_span(turn.completion, end_s, wasted=rollout.outcome is Outcome.CANCELLED)
             self._timeline.add(span)
             end_s = span.start_s - turn.completion.queue_s
 
@@ -203,6 +204,7 @@ class Recorder:
             model_dir=model_dir,
         )
         self._log.append(summary)
+        write_report(self._folder)
         return summary
 
     def close(self) -> None:
@@ -211,14 +213,16 @@ class Recorder:
         self._log.close()
 
 
-def _rollout_span(completion: Completion, end_s: float) -> RolloutSpan:
+def _rollout_span(completion: Completion, end_s: float, *, wasted: bool) -> RolloutSpan:
     """Where in time a completion was sampled; tokens of one completion take equally long."""
     start_s = end_s - completion.gen_s
     per_tok_s = completion.gen_s / max(1, len(completion.ids_N))
     versions: dict[int, float] = {}
     for span in completion.spans:
         versions.setdefault(span.policy_version, start_s + span.start * per_tok_s)
-    return RolloutSpan(start_s=start_s, end_s=end_s, versions=tuple(versions.items()), label=completion.request_id)
+    return RolloutSpan(
+        start_s=start_s, end_s=end_s, versions=tuple(versions.items()), label=completion.request_id, wasted=wasted
+    )
 
 
 def _lag(batch: Batch) -> tuple[float, int]:

@@ -73,6 +73,11 @@ def create(config: RunConfig, fingerprint: str) -> RunFolder:
             break
         except FileExistsError:
             path = stem.with_name(f"{stem.name}-{suffix}")
+        except OSError as exc:
+            raise ConfigError(
+                f"out = {config.out!r}: cannot make the run folder {path}: {exc.strerror}; choose a folder that can "
+                "be written (--out FOLDER)"
+            ) from exc
     run_id = uuid.uuid4().hex[:12]
     lock = _lock(path)
     about = {"run_id": run_id, "fingerprint": fingerprint, "recipe": json.loads(config.model_dump_json())}

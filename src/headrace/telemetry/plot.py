@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import DataError, HeadraceError
-from headrace.telemetry.timeline import Timeline, assign_rows, begin_of, end_of, segments
+from headrace.telemetry.timeline import Timeline, aligned, assign_rows, begin_of, end_of, segments
 
 VERSION_COLOURS = ("#3b75af", "#e8973a", "#4a9d74", "#c4575e", "#8a6db5", "#4fb0bf", "#b58a4a", "#d883b7")
 WAIT_COLOURS = {"wait_data": "#ececec", "wait_bound": "#f3d9e8", "hand_off": "#9aa5b1"}
@@ -18,6 +18,8 @@ WAIT_NAMES = {"wait_data": "waits for data", "wait_bound": "held by the bound", 
 INK = "#30363d"
 PALE = 0.3
 """Opacity of what was wasted."""
+SEEN_FRAC = 0.002
+"""Share of the width from which an interval can be seen."""
 
 
 def version_colour(version: int) -> str:
@@ -43,7 +45,7 @@ def plot(
     except ModuleNotFoundError as exc:
         raise HeadraceError("drawing a timeline needs matplotlib: pip install matplotlib") from exc
     start_s, end_s = window or _extent(timeline)
-    shown = timeline.window(start_s, end_s)
+    shown = aligned(timeline).window(start_s, end_s)
     if not shown.intervals:
         raise DataError(f"nothing happened between {start_s} s and {end_s} s, so there is no timeline to draw")
     rollouts = assign_rows(shown.rollouts)
@@ -116,18 +118,19 @@ def _draw_trainer(axis: Any, shown: Timeline, origin_s: float, end_s: float) -> 
         left, width = span.start_s - origin_s, span.end_s - span.start_s
         busy = span.kind == "busy"
         colour = version_colour(span.version) if busy else WAIT_COLOURS[span.kind]
-        label = WAIT_NAMES[span.kind] if not busy and span.kind not in named else None
-        named.add(span.kind)
+        seen_s = (max(left, 0.0), min(left + width, end_s - origin_s))
+        seen_frac = (seen_s[1] - seen_s[0]) / (end_s - origin_s)
+        # The legend explains what can be seen.
+        label = WAIT_NAMES[span.kind] if not busy and span.kind not in named and seen_frac > SEEN_FRAC else None
+        named |= {span.kind} if label else set()
         hatch = "////" if span.kind == "wait_bound" else None
         edge = {"edgecolor": "#c78fb0", "linewidth": 0} if hatch else {"linewidth": 0}
         axis.barh([0], [width], left=left, height=0.8, color=colour, label=label, hatch=hatch, zorder=2, **edge)
-        seen_s = (max(left, 0.0), min(left + width, end_s - origin_s))
-        seen_frac = (seen_s[1] - seen_s[0]) / (end_s - origin_s)
         if busy and seen_frac > 0.035:
             text = {"ha": "center", "va": "center", "fontsize": 9, "color": "white", "fontweight": "bold", "zorder": 5}
             axis.text(sum(seen_s) / 2, 0, f"makes v{span.version}" if seen_frac > 0.09 else f"v{span.version}", **text)
     axis.set_ylim(-0.5, 0.5)
     axis.set_ylabel("trainer", color=INK, fontsize=9, rotation=0, ha="right", va="center")
-    if named - {"busy"}:
+    if named:
         style = {"fontsize": 8.5, "frameon": False, "labelcolor": INK, "handlelength": 1.4, "columnspacing": 1.4}
         axis.legend(loc="upper right", bbox_to_anchor=(1.0, -0.45), ncols=3, borderaxespad=0, **style)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
@@ -13,6 +14,7 @@ from rich.text import Text
 from headrace.telemetry.format import count, duration, percent, sparkline
 from headrace.telemetry.panels import share_bar
 from headrace.telemetry.records import BUCKETS, RunSummary
+from headrace.telemetry.report import FILE_NAME as REPORT
 
 TRAINER_NAMES: Mapping[str, str] = {
     "busy": "busy",
@@ -41,6 +43,9 @@ def print_summary(console: Console, summary: RunSummary) -> None:
     console.print(Text(f"  run folder  {summary.run_dir}", style="bold"), soft_wrap=True)
     if summary.model_dir is not None:
         console.print(Text(f"  model       {summary.model_dir}", style="bold"), soft_wrap=True)
+    report = Path(summary.run_dir) / REPORT
+    if report.is_file():
+        console.print(Text(f"  report      {report}", style="bold"), soft_wrap=True)
 
 
 def summary_panel(summary: RunSummary, width: int) -> Panel:

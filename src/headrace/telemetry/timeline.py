@@ -6,6 +6,7 @@ or drawn: `plot` makes the picture of the README. Times are seconds of the run's
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import heapq
 import json
@@ -115,7 +116,7 @@ class Timeline:
 
     def to_chrome(self, path: Path) -> None:
         """Write a Chrome trace: one process for the generator with a thread per row, one for the trainer."""
-        path.write_text(json.dumps({"traceEvents": _chrome_events(self), "displayTimeUnit": "ms"}))
+        path.write_text(json.dumps({"traceEvents": _chrome_events(aligned(self)), "displayTimeUnit": "ms"}))
 
 
 def read_timeline(folder: Path) -> Timeline:
@@ -144,6 +145,42 @@ def segments(span: RolloutSpan) -> list[tuple[int, float, float]]:
         (version, begin, max(begin, end))
         for (version, _), begin, end in zip(span.versions, marks, marks[1:], strict=False)
     ]
+
+
+def aligned(timeline: Timeline) -> Timeline:
+    """The same with colour changes of rollouts moved to the landing of their version.
+
+    Recorded changes are estimates (tokens of a rollout do not all take equally long); landings are measured.
+    """
+    landed = {x.version: x.time_s for x in timeline.landings}
+
+    def moved(span: RolloutSpan) -> RolloutSpan:
+        later = [(v, min(max(landed.get(v, at_s), span.start_s), span.end_s)) for v, at_s in span.versions[1:]]
+        return dataclasses.replace(span, versions=(*span.versions[:1], *later))
+
+    return Timeline(intervals=[moved(i) if isinstance(i, RolloutSpan) else i for i in timeline.intervals])
+
+
+def telling_window(timeline: Timeline, steps: int = 4) -> tuple[float, float] | None:
+    """(start_s, end_s) of `steps` consecutive optimizer steps: both sides at work, many rollouts changing weights.
+
+    Of equals the one nearest the middle of the run; fewer steps when the run has fewer, None when it has none.
+    """
+    made = [(span.start_s, span.end_s) for span in timeline.trainer if span.kind == "busy"]
+    if not made:
+        return None
+    changes = sorted(at_s for r in timeline.rollouts for _, at_s in r.versions[1:])
+    steps = min(steps, len(made))
+    last = len(made) - steps
+
+    def merit(i: int) -> tuple[float, float]:
+        begin_s, end_s = made[i][0], made[i + steps - 1][1]
+        inside = bisect.bisect_right(changes, end_s) - bisect.bisect_left(changes, begin_s)
+        busy_frac = sum(b - a for a, b in made[i : i + steps]) / max(end_s - begin_s, 1e-9)
+        return inside * busy_frac**2, -abs(i - last / 2)
+
+    best = max(range(last + 1), key=merit)
+    return made[best][0], made[best + steps - 1][1]
 
 
 def assign_rows(rollouts: Sequence[RolloutSpan]) -> list[RolloutSpan]:

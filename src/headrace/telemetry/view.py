@@ -135,8 +135,8 @@ class PlainView:
             self._shown[what] = 0.0
             return
         share = min(1.0, done / total)
-        shown = self._shown.get(what)
-        if shown is None or share >= shown + self.PROGRESS_EVERY or (share >= 1.0 > shown):
+        shown = self._shown.get(what, 0.0)
+        if share >= shown + self.PROGRESS_EVERY or share >= 1.0:
             self._line(f"{what}: {count(done)}/{count(total)}")
             self._shown[what] = share
         if share >= 1.0:

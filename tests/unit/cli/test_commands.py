@@ -34,6 +34,34 @@ kind = "scripted"
 """
 
 
+SUMMARY = {
+    "kind": "summary",
+    "run_dir": "runs/a",
+    "reason": "steps done",
+    "steps": 7,
+    "version": 7,
+    "train_s": 10.0,
+    "total_s": 12.0,
+    "accuracy_before": 0.25,
+    "accuracy_after": 0.5,
+    "eval_prompts": 20,
+    "reward_first": 0.1,
+    "reward_last": 0.4,
+    "generated_tok": 90,
+    "trained_tok": 80,
+    "masked_tok": 0,
+    "wasted_tok": {"filtered_zero_signal": 10},
+    "groups": {"trained": 8, "filtered_zero_signal": 1},
+    "admitted": 9,
+    "balanced": True,
+    "lag_hist": {"0": 50, "1": 30},
+    "accept_by_length": [],
+    "trainer_shares": {"busy": 1.0},
+    "generator_shares": {"decode": 1.0},
+    "model_dir": None,
+}
+
+
 @pytest.fixture
 def task(tmp_path: Path) -> Path:
     """A recipe without a model, beside twenty questions."""
@@ -175,10 +203,11 @@ def test_runs_list_and_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     about = {"run_id": "x", "fingerprint": "y", "recipe": json.loads(recipe.model_dump_json())}
     (folder / "run.json").write_text(json.dumps(about), encoding="utf-8")
     assert run("runs", "show", str(folder), capsys=capsys)[2].startswith("DataError")
-    lines = [json.dumps({"kind": "step"}), json.dumps({"kind": "summary", "steps": 7, "accuracy_after": 0.5}), '{"ki']
+    lines = [json.dumps(SUMMARY), '{"ki']
     (folder / "metrics.jsonl").write_text("\n".join(lines), encoding="utf-8")
     assert "50.0%" in run("runs", "list", str(tmp_path), capsys=capsys)[1]
-    assert json.loads(run("runs", "show", str(folder), capsys=capsys)[1])["steps"] == 7
+    assert "50.0 %" in run("runs", "show", str(folder), capsys=capsys)[1]
+    assert json.loads(run("runs", "show", str(folder), "--json", capsys=capsys)[1])["steps"] == 7
     assert json.loads(run("runs", "show", str(folder), "--recipe", capsys=capsys)[1])["steps"] == 7
     assert run("runs", "show", str(tmp_path), capsys=capsys)[0] == 2
 
@@ -195,6 +224,44 @@ def test_eval_wants_to_know_what_to_ask(capsys: pytest.CaptureFixture[str]) -> N
     code, _, err = run("eval", "smollm2-135m-instruct", capsys=capsys)
     assert code == 2
     assert "--env KIND" in err
+
+
+def test_eval_says_what_is_wrong_with_a_run(task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "runs" / "a-20260101-120000"
+    folder.mkdir(parents=True)
+    recipe = json.loads(config_from_overrides([]).model_dump_json())
+    about = {"run_id": "x", "fingerprint": "y", "recipe": recipe}
+    (folder / "run.json").write_text(json.dumps(about), encoding="utf-8")
+    assert "has neither model nor checkpoint" in run("eval", str(folder), capsys=capsys)[2]
+    checkpoint = folder / "checkpoints" / "step000004"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "COMPLETE").touch()
+    assert f"headrace train --resume {folder} --set steps=4" in run("eval", str(folder), capsys=capsys)[2]
+    near = str(folder.with_name("a-20260101-12000"))
+    assert f"did you mean '{folder}'?" in run("eval", near, capsys=capsys)[2]
+
+
+def test_no_permission_for_out_is_one_line(task: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (task.parent / "file").touch()
+    code, _, err = run("train", str(task), "--no-live", "--out", str(task.parent / "file" / "runs"), capsys=capsys)
+    assert code == 2
+    assert err.startswith("ConfigError: out = ")
+    assert "(--out FOLDER)" in err
+
+
+def test_report_of_a_scripted_run(task: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changes = ["--set", "flow.zero_signal=keep", "--out", str(task.parent / "runs")]
+    code, shown, err = run("train", str(task), "--no-live", *changes, capsys=capsys)
+    assert (code, err) == (0, "")
+    assert "trainer: ready" in shown
+    (folder,) = (task.parent / "runs").iterdir()
+    assert f"report      {folder / 'report.html'}" in shown
+    trace = task.parent / "trace.json"
+    code, shown, _ = run("report", str(folder), "--trace", str(trace), capsys=capsys)
+    assert code == 0
+    assert shown.split() == [str(folder / "report.html"), str(folder / "timeline.png"), str(trace)]
+    assert {e["name"] for e in json.loads(trace.read_text())["traceEvents"]} >= {"busy v1", "v3 landed"}
+    assert run("report", str(folder.parent), capsys=capsys)[0] == 2
 
 
 def test_installed_command_reports_errors_on_stderr(task: Path) -> None:

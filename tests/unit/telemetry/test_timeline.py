@@ -15,9 +15,11 @@ from headrace.telemetry.timeline import (
     RolloutSpan,
     Timeline,
     TrainerSpan,
+    aligned,
     assign_rows,
     read_timeline,
     segments,
+    telling_window,
 )
 
 ROLLOUT = RolloutSpan(start_s=1.0, end_s=4.0, versions=((0, 1.0), (1, 2.5)), label="g0/1")
@@ -105,3 +107,28 @@ def test_an_empty_window_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     with pytest.raises(DataError, match="nothing happened between 50"):
         plot(Timeline(intervals=INTERVALS), tmp_path / "x.png", window=(50.0, 60.0))
+
+
+def test_colour_changes_move_to_the_measured_landing() -> None:
+    estimated = RolloutSpan(start_s=1.0, end_s=5.0, versions=((3, 1.0), (4, 2.0)))
+    early = RolloutSpan(start_s=3.0, end_s=5.0, versions=((3, 3.0), (4, 4.0)))
+    unknown = RolloutSpan(start_s=1.0, end_s=5.0, versions=((1, 1.0), (2, 2.0)))
+    timeline = Timeline(intervals=[estimated, early, unknown, Landing(time_s=2.5, version=4)])
+    assert [r.versions for r in aligned(timeline).rollouts] == [
+        ((3, 1.0), (4, 2.5)),
+        ((3, 3.0), (4, 3.0)),  # never before the rollout began
+        ((1, 1.0), (2, 2.0)),
+    ]
+
+
+def test_telling_window_prefers_changes_of_weights_and_a_busy_trainer() -> None:
+    def step(version: int, start_s: float, end_s: float) -> TrainerSpan:
+        return TrainerSpan(kind="busy", start_s=start_s, end_s=end_s, version=version)
+
+    def change(at_s: float) -> RolloutSpan:
+        return RolloutSpan(start_s=at_s - 0.5, end_s=at_s + 0.5, versions=((0, at_s - 0.5), (1, at_s)))
+
+    steps = [step(1, 0.0, 1.0), step(2, 1.0, 2.0), step(3, 2.0, 3.0), step(4, 9.0, 10.0)]
+    assert telling_window(Timeline(intervals=[*steps, change(2.5), change(2.6)]), steps=2) == (1.0, 3.0)
+    assert telling_window(Timeline(intervals=steps), steps=9) == (0.0, 10.0)
+    assert telling_window(Timeline()) is None

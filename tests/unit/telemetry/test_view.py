@@ -131,7 +131,6 @@ def test_plain_progress_is_not_chatty() -> None:
     for done in range(50):
         view.progress("download of unknown size", done, 0)
     assert [line[10:] for line in out.getvalue().splitlines()] == [
-        "held-out: 0/200",
         "held-out: 50/200",
         "held-out: 100/200",
         "held-out: 150/200",
