@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
-from safetensors.numpy import save
+from safetensors.numpy import save_file
 
 from headrace.errors import SyncError, boundary
 from headrace.sync.manifest import Manifest, TensorInfo, chain_digest
@@ -29,11 +29,18 @@ def tensor_info(name: str, array: NDArray[np.generic]) -> TensorInfo:
 
 
 def write_version(
-    folder: Path, *, run_id: str, version: int, arrays: Iterable[tuple[str, NDArray[np.generic]]]
+    folder: Path,
+    *,
+    run_id: str,
+    version: int,
+    arrays: Iterable[tuple[str, NDArray[np.generic]]],
+    durable: bool = True,
 ) -> Manifest:
     """Write a full snapshot as `folder`/v000012.safetensors: temp file, fsync, rename; then return its manifest.
 
-    `arrays` are C-contiguous with shapes as served. Raises SyncError; a failed write leaves no file behind.
+    `arrays` are C-contiguous with shapes as served. `durable=False` leaves out the fsync (half of the time), for
+    snapshots that only travel to processes on this machine: they survive a kill, not a power cut.
+    Raises SyncError; a failed write leaves no file behind.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"v{version:06d}.safetensors"
@@ -50,11 +57,11 @@ def write_version(
     )
     try:
         with boundary(SyncError, f"writing version {version} to {path}"):
-            blob = save(tensors, metadata={"run_id": run_id, "version": str(version), "digest": manifest.digest})
-            with partial.open("wb") as file:
-                file.write(blob)
-                file.flush()
-                os.fsync(file.fileno())
+            about = {"run_id": run_id, "version": str(version), "digest": manifest.digest}
+            save_file(tensors, partial, metadata=about)
+            if durable:
+                with partial.open("rb") as file:
+                    os.fsync(file.fileno())
             partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)

@@ -46,8 +46,9 @@ class LearnerServant:
         return report
 
     def publish(self, folder: str, run_id: str, version: int) -> Manifest:
-        """Write the weights to serve as one version; SyncError."""
-        return write_version(Path(folder), run_id=run_id, version=version, arrays=self._learner.named_arrays())
+        """Write the weights to serve as one version; SyncError. What must survive a power cut is the checkpoint."""
+        arrays = self._learner.named_arrays()
+        return write_version(Path(folder), run_id=run_id, version=version, arrays=arrays, durable=False)
 
     def save(self, folder: str) -> None:
         """Write a checkpoint into an existing empty folder."""
