@@ -8,12 +8,22 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from run_tools import (
+    SERVANTS,
+    assert_nothing_trained_twice,
+    only_run,
+    role_pid,
+    roles_of,
+    steps_of,
+    summary_of,
+    train,
+    trained,
+    wait_until,
+)
 
 from headrace.api import open as open_run
 from headrace.api import resumed_recipe
@@ -22,10 +32,6 @@ from headrace.errors import RoleDiedError, SignalStarvedError
 from headrace.flow.stimulus import read_log as read_stimuli
 from headrace.flow.stimulus import replay
 from headrace.loop.run import Run
-from headrace.telemetry.log import read_log
-from headrace.telemetry.records import RunSummary, StepRecord
-
-SERVANTS = Path(__file__).parents[1] / "servants"
 
 
 def recipe(out: Path, **sections: Any) -> RunConfig:
@@ -53,36 +59,6 @@ def recipe(out: Path, **sections: Any) -> RunConfig:
     for name, values in sections.items():
         data[name] = data[name] | values if isinstance(values, dict) and name in data else values
     return RunConfig.model_validate(data)
-
-
-def train(config: RunConfig, *, during: Callable[[Run, int], None] | None = None, resume: Path | None = None) -> Run:
-    run = open_run(config, resume=resume)
-
-    async def body() -> None:
-        async with run:
-            async for batch in run.batches():
-                assert len(batch.groups) == config.flow.batch_groups
-                await run.train_on(batch)
-                if during is not None:
-                    during(run, batch.version)
-                await run.publish()
-
-    asyncio.run(body())
-    return run
-
-
-def summary_of(run: Run) -> RunSummary:
-    assert run.summary is not None
-    return run.summary
-
-
-def steps_of(run_dir: str | Path) -> list[StepRecord]:
-    return [r for r in read_log(Path(run_dir)) if isinstance(r, StepRecord)]
-
-
-def only_run(out: Path) -> Path:
-    (path,) = (p.parent for p in out.glob("*/run.json"))
-    return path
 
 
 @pytest.mark.parametrize(("mode", "bound"), [("sync", 0), ("one_step_off", 1), ("pipeline", 2)])
@@ -224,49 +200,3 @@ def test_a_resumed_synchronous_run_makes_the_same_batches(tmp_path: Path) -> Non
     path = only_run(tmp_path / "broken")
     train(resumed_recipe(path), resume=path)
     assert trained(path) == trained(Path(summary_of(whole).run_dir))
-
-
-# --- helpers -----------------------------------------------------------------------------------------------------
-
-
-def role_pid(run: Run, name: str) -> int:
-    return next(pid for pid, role in roles_of(run.path).items() if role == name)
-
-
-def roles_of(run_dir: Path) -> dict[int, str]:
-    """Living role processes whose log is in this run's folder."""
-    found: dict[int, str] = {}
-    for proc in Path("/proc").glob("[0-9]*"):
-        try:
-            command = (proc / "cmdline").read_bytes().split(b"\0")
-            log = os.readlink(proc / "fd" / "1")
-            state = (proc / "stat").read_text().rsplit(")", 1)[1].split()[0]
-        except OSError:
-            continue
-        if b"headrace.launch.worker" in command and log.startswith(str(run_dir.resolve())) and state != "Z":
-            found[int(proc.name)] = Path(log).stem
-    return found
-
-
-def wait_until(condition: Callable[[], bool], deadline_s: float = 60.0) -> None:
-    ends_s = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < ends_s, "it never happened"
-        time.sleep(0.02)
-
-
-def trained(run_dir: Path) -> list[tuple[Any, ...]]:
-    """Who trained when, with which tokens and rewards."""
-    with sqlite3.connect(run_dir / "ledger.sqlite") as db:
-        return db.execute(
-            "SELECT a.taken_version, a.ordinal, a.prompt_index, a.rewards, a.trained_tok FROM attempts a "
-            "WHERE a.bucket = 'trained' ORDER BY a.taken_version, a.ordinal"
-        ).fetchall()
-
-
-def assert_nothing_trained_twice(run_dir: Path) -> None:
-    with sqlite3.connect(run_dir / "ledger.sqlite") as db:
-        twice = db.execute(
-            "SELECT ordinal, count(*) FROM attempts WHERE bucket = 'trained' GROUP BY ordinal HAVING count(*) > 1"
-        ).fetchall()
-    assert twice == []
