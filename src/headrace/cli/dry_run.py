@@ -8,6 +8,7 @@ import typer
 from rich.table import Table
 
 from headrace.cli.console import out, warn
+from headrace.cli.masks import show_masks
 from headrace.config.load import resolved_json
 from headrace.config.schema import RunConfig
 from headrace.envs.check import check_task
@@ -48,6 +49,8 @@ def dry_run(config: RunConfig) -> None:
     for name, value in rows.items():
         table.add_row(name, value)
     out().print(table)
+    if folder is not None or not needs_model(config):
+        show_masks(config, task, folder)
     for message in warnings(config):
         warn(message)
 

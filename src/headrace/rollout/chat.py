@@ -105,6 +105,11 @@ class ChatCodec:
             return self._apply([{"role": "system", "content": self._system_prompt}, *chat], generate)
         return self._without_system(chat, generate)
 
+    def said(self, text: str) -> tuple[int, ...]:
+        """Ids of `text` and the tokenizer's end token, as a policy would sample them."""
+        end = self._tokenizer.eos_token_id
+        return (*self._encode_after_text(text), *(() if end is None else (int(end),)))
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens included: for people, never to be encoded again."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))

@@ -35,6 +35,14 @@ class Codec(Protocol):
         """Prompt ids of the next turn: the previous prompt, the sampled ids exactly, then `new_messages`."""
         ...
 
+    def said(self, text: str) -> tuple[int, ...]:
+        """Ids that a policy would sample if it said `text` and ended its turn: for rehearsals, never for training."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids, special tokens included: for people, never to be encoded again."""
+        ...
+
 
 class ByteCodec:
     """UTF-8 bytes as ids, one line per message: for scripted engines, which have no tokenizer."""
@@ -51,3 +59,9 @@ class ByteCodec:
     ) -> Extended:
         ids = (*prev_prompt_ids, *completion.ids_N.tolist(), *b"\n", *self.first(new_messages))
         return Extended(ids=ids, branched=False)
+
+    def said(self, text: str) -> tuple[int, ...]:
+        return tuple(text.encode())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(ids).decode(errors="replace")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -119,6 +120,7 @@ def test_dry_run_prints_settings_and_derived_numbers(task: Path, capsys: pytest.
     assert "12 groups between admission and landed weights" in out
     assert "15 to train on, 5 held out" in out
     assert "score 1.0" in out
+    assert re.search(r"user: What is (\d+) \+ 1\?\n  «\d+»\n", out), "the loss mask, marked where there is no colour"
 
 
 def test_dry_run_refuses_too_few_prompts(task: Path, capsys: pytest.CaptureFixture[str]) -> None:

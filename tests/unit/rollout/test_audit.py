@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-import numpy as np
+import asyncio
 
-from headrace.records import Completion, Outcome, Rollout, Span, Turn
-from headrace.rollout.audit import audit
+import numpy as np
+import pytest
+
+from headrace.envs.env import Step
+from headrace.errors import DataError
+from headrace.records import Completion, Message, Outcome, Prompt, Rollout, Span, Turn
+from headrace.rollout.audit import audit, rehearse
+from headrace.rollout.codec import ByteCodec
 from headrace.rollout.stitch import samples
 
 
@@ -27,3 +33,37 @@ def test_pieces_alternate_and_cover_everything():
     rollout = Rollout(group_id="g", member=0, attempt=0, outcome=Outcome.OK, reward=1.0, turns=turns, messages=())
     (pieces,) = audit(samples(rollout), Letters())
     assert pieces == [("ab", False), ("cd", True), ("e", False), ("f", True)]
+
+
+class Twice:
+    """Asks a second time, then is done; or fails at once."""
+
+    def __init__(self, fails=False):
+        self.fails, self.asked = fails, 0
+
+    async def reset(self, prompt):
+        return list(prompt.messages)
+
+    async def step(self, action):
+        if self.fails:
+            raise RuntimeError("no board")
+        self.asked += 1
+        return Step(done=self.asked == 2, messages=(Message(role="user", content="sure?"),))
+
+    async def close(self):
+        return None
+
+
+PROMPT = Prompt(id="p", messages=(Message(role="user", content="1+1"),), answer="2")
+
+
+def test_rehearsal_trains_what_the_policy_says_and_nothing_else():
+    playing = rehearse(Twice(), PROMPT, ByteCodec(), says="2", max_turns=4, max_context_tok=100)
+    (pieces,) = audit(asyncio.run(playing), ByteCodec())
+    assert pieces == [("user: 1+1\n", False), ("2", True), ("\nuser: sure?\n", False), ("2", True)]
+
+
+def test_rehearsal_names_what_failed():
+    playing = rehearse(Twice(fails=True), PROMPT, ByteCodec(), says="2", max_turns=1, max_context_tok=100)
+    with pytest.raises(DataError, match="no board"):
+        asyncio.run(playing)
