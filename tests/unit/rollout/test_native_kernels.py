@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
@@ -12,8 +11,6 @@ pytestmark = pytest.mark.skipif(kernels.numba is None, reason="numba is an optio
 
 
 def test_norm_rounds_where_transformers_does() -> None:
-    torch.set_num_threads(1)
-    kernels.use_threads()
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(9, 96, generator=generator).to(torch.bfloat16)
     weight = torch.randn(96, generator=generator).to(torch.bfloat16)
@@ -25,7 +22,6 @@ def test_norm_rounds_where_transformers_does() -> None:
 
 
 def test_rotate_store() -> None:
-    kernels.use_threads()
     generator = torch.Generator().manual_seed(1)
     qkv = torch.randn(5, 4 + 2 + 2, 16, generator=generator).to(torch.bfloat16)
     angle = torch.rand(32, 8, generator=generator)
@@ -43,17 +39,8 @@ def test_rotate_store() -> None:
 
 
 def test_not_finite_stays_not_finite() -> None:
-    kernels.use_threads()
     x = torch.ones(2, 32, dtype=torch.bfloat16)
     x[1, 3] = torch.nan
     got = kernels.rms_norm(x, kernels.bits(torch.ones(32, dtype=torch.bfloat16)), 1e-5)
     assert torch.isfinite(got[0]).all()
     assert torch.isnan(got[1]).all()
-
-
-def test_pytorch_keeps_its_threads() -> None:
-    torch.set_num_threads(1)
-    kernels.use_threads()
-    kernels.rms_norm(torch.ones(2, 32, dtype=torch.bfloat16), np.ones(32, np.uint16), 1.0)
-    kernels.use_threads()
-    assert torch.get_num_threads() == 1

@@ -92,8 +92,6 @@ class Decoder:
 
     def prefill(self, rows: Sequence[int], ids: Sequence[Sequence[int]]) -> None:
         """See Backend. Prompts of like length go together, padded on the right; with fixed shapes each goes alone."""
-        if self._kernels:
-            kernels.use_threads()
         order = sorted((i for i in range(len(rows)) if ids[i]), key=lambda i: len(ids[i]))
         while order:
             longest = self._max_context if self._fixed else len(ids[order[-1]])
@@ -106,8 +104,6 @@ class Decoder:
 
     def decode(self, ids_B: Sequence[int], position_B: Sequence[int]) -> torch.Tensor:
         """See Backend."""
-        if self._kernels:
-            kernels.use_threads()
         count = len(ids_B)
         ids, position = list(ids_B), list(position_B)
         reach = self._max_context if self._fixed else max(position) + 1

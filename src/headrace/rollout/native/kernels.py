@@ -34,20 +34,8 @@ def bits(tensor: torch.Tensor) -> Any:
     return tensor.view(torch.uint16).numpy()
 
 
-def use_threads() -> None:
-    """As many threads as PyTorch uses; called once a step.
-
-    Both libraries share one OpenMP pool, and when numba starts it sets the pool's size to all cores for PyTorch too.
-    """
-    threads = torch.get_num_threads()
-    numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
-    if torch.get_num_threads() != threads:
-        torch.set_num_threads(threads)
-
-
 def warm_up(width: int, heads: int, kv_heads: int) -> None:
     """Compile (or load from numba's cache) before the first request waits for it."""
-    use_threads()
     x = torch.zeros(1, heads + 2 * kv_heads, width, dtype=torch.bfloat16)
     angle_CD, place_N = np.zeros((1, width // 2), np.float32), np.zeros(1, np.int64)
     rotate_store(x, angle_CD, angle_CD, place_N, place_N, bits(x.new_zeros(1, 2 * kv_heads, 1, width)))
@@ -59,8 +47,10 @@ def _inline(function: Callable[..., Any]) -> Any:
 
 
 def _kernel(function: Callable[..., Any]) -> Any:
+    """Not parallel: numba's threads and PyTorch's share one OpenMP pool and disturb each other, and a norm of 64 rows
+    takes less time than waking a thread. Division by zero gives infinity: checks would forbid vector instructions."""
     flags = {"contract", "reassoc", "nsz", "arcp"}  # not nnan or ninf: what is not finite must stay so
-    return function if numba is None else numba.njit(parallel=True, fastmath=flags, cache=True)(function)
+    return function if numba is None else numba.njit(fastmath=flags, error_model="numpy", cache=True)(function)
 
 
 def _widen_(half):  # type: ignore[no-untyped-def]
@@ -76,12 +66,11 @@ def _round_(value):  # type: ignore[no-untyped-def]
 
 
 _widen, _round = _inline(_widen_), _inline(_round_)
-_range = range if numba is None else numba.prange
 
 
 def _norm_(x, weight, eps, out):  # type: ignore[no-untyped-def]
     features = x.shape[1]
-    for n in _range(x.shape[0]):
+    for n in range(x.shape[0]):
         x_H, out_H = x[n], out[n]
         total = _F32(0.0)
         for h in range(features):
@@ -95,7 +84,7 @@ def _norm_(x, weight, eps, out):  # type: ignore[no-untyped-def]
 def _rotate_store_(qkv, cos, sin, row, position, kv):  # type: ignore[no-untyped-def]
     keys, width = kv.shape[1] // 2, kv.shape[3]
     rotated, half = qkv.shape[1] - keys, width // 2
-    for n in _range(qkv.shape[0]):
+    for n in range(qkv.shape[0]):
         place = position[n]
         cos_D, sin_D = cos[place], sin[place]
         for a in range(rotated):
