@@ -111,6 +111,7 @@ async def _assemble(
 
     starting = _Starting(view, "loading the model" if setup.needs_model(config) else "starting")
     replica = Replica(spawn_generator, notice=view.message, fail=lambda error: pipeline.fail(error))
+    view.message(f"run folder {folder.path}")
     view.status("starting generator and trainer")
     trainer, _ = await asyncio.gather(
         starting.show("trainer", launcher.spawn(setup.trainer_spec(config, model_dir), deadline_s=start_s)),

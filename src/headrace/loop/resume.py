@@ -3,7 +3,8 @@
 runs/NAME-DATE/
 ├── run.json          run id, recipe as resolved, task fingerprint
 ├── ledger.sqlite     every prompt attempt and rollout
-├── metrics.jsonl     what the live view showed      trace.jsonl, stimulus.jsonl: what happened when
+├── metrics.jsonl     what the live view showed      trace.jsonl, stimulus-v*.jsonl: what happened when
+├── report.html       the same as a page, written at the end (`headrace report` writes it at any time)
 ├── checkpoints/step000010/   learner state; complete exactly if it holds COMPLETE
 ├── weights/          snapshots on their way to the engine (scratch)
 ├── model/            the trained model in Hugging Face layout

@@ -223,7 +223,7 @@ class Run:
         path = await resume.save_checkpoint(
             parts.folder, self._version, parts.learner.save, keep=self.config.checkpoint.keep
         )
-        self._view.message(f"checkpoint of step {self._version} in {self._clock.now() - begin_s:.1f} s: {path}")
+        self._view.message(f"checkpoint of step {self._version} saved in {self._clock.now() - begin_s:.1f} s")
         return path
 
     async def finish(self, reason: str) -> RunSummary:

@@ -102,7 +102,7 @@ def _progress_line(state: RunState, width: int) -> RenderableType:
     line.add_column(no_wrap=True)
     line.add_column(ratio=1)
     line.add_column(justify="right", no_wrap=True)
-    eta = f"ETA {duration(last.eta_s)}" if last is not None else "ETA -"
+    eta = "ETA -" if last is None else "done" if 0 < total <= done else f"ETA {duration(last.eta_s)}"
     bar = ProgressBar(total=max(total, 1), completed=done, complete_style=ACCENT, finished_style="green")
     line.add_row(Text("step", style="bold"), Text(f"{done}/{total or '?'}", style="bold"), bar, Text(eta))
     return line

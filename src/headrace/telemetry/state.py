@@ -111,13 +111,18 @@ class RunState:
         self.progress[what] = Progress(what=what, done=done, total=total, began_s=began_s)
 
     def window_wall_s(self) -> float:
-        """Wall time that the window covers: from the end of the step before it; a resume restarts the count."""
+        """Wall time that the window covers, less evaluations: from the end of the step before it.
+
+        A resume restarts the count.
+        """
         window = self.window
         if not window:
             return 0.0
         at = len(self.steps) - len(window)
         before_s = self.steps[at - 1].time_s if at > 0 else window[0].time_s - accounted_s(window[0])
-        wall_s = window[-1].time_s - before_s
+        first = window[0].version - (at > 0)
+        evals_s = sum(e.eval_s for e in self.evals if first <= e.version < window[-1].version)
+        wall_s = window[-1].time_s - before_s - evals_s
         return wall_s if wall_s > 0 else sum(accounted_s(s) for s in window)
 
     def trainer_shares(self) -> Mapping[str, float]:

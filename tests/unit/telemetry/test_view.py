@@ -213,3 +213,14 @@ def test_a_run_without_anything_still_has_a_summary(summary: Summary) -> None:
         model_dir=None,
     )  # fmt: skip
     print_summary(Console(file=io.StringIO(), width=80), empty)
+
+
+def test_evaluations_are_not_idle_time(step: Step, evaluation: Eval) -> None:
+    state = RunState(CONFIG, VirtualClock())
+    explained = {"train_s": 3.0, "wait_data_s": 0.0, "wait_bound_s": 0.0, "publish_s": 0.0}
+    state.add(step(1, time_s=13.0, **explained))
+    state.add(evaluation(1, eval_s=50.0))
+    state.add(step(2, time_s=66.0, **explained))
+    state.add(evaluation(2, eval_s=40.0))  # after the window
+    assert state.window_wall_s() == 6.0
+    assert state.trainer_shares()["idle"] == 0.0
