@@ -10,24 +10,47 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from headrace.api import open as open_run
 from headrace.config.schema import RunConfig
+from headrace.envs.registry import build_task
+from headrace.hub.fetch import ensure_model
+from headrace.launch.local import LocalLauncher
+from headrace.loop import setup
+from headrace.loop.assembly import MakeLauncher
 from headrace.loop.run import Run
+from headrace.records import Batch
 from headrace.telemetry.log import read_log
 from headrace.telemetry.records import RunSummary, StepRecord
+from headrace.telemetry.silent import SilentView
 
 SERVANTS = Path(__file__).parents[1] / "servants"
 
 
-def train(config: RunConfig, *, during: Callable[[Run, int], None] | None = None, resume: Path | None = None) -> Run:
-    """Train to the end; `during` is called with the batch's version between training and publishing."""
-    run = open_run(config, resume=resume)
+def train(
+    config: RunConfig,
+    *,
+    during: Callable[[Run, int], None] | None = None,
+    resume: Path | None = None,
+    make_launcher: MakeLauncher = LocalLauncher,
+    batches: list[Batch] | None = None,
+) -> Run:
+    """Train to the end. `during` is called with the batch's version between training and publishing; `batches` is
+    filled with what was trained."""
+    run = Run(
+        config,
+        task=build_task(config.env, seed=config.seed, recipe_dir=config.recipe_dir),
+        model_dir=ensure_model(config.model.name) if setup.needs_model(config) else None,
+        make_launcher=make_launcher,
+        view=SilentView(),
+        resume_from=resume,
+    )
 
     async def body() -> None:
         async with run:
             async for batch in run.batches():
                 assert len(batch.groups) == config.flow.batch_groups
                 await run.train_on(batch)
+                if batches is not None:
+                    batches.append(batch)
                 if during is not None:
                     during(run, batch.version)
                 await run.publish()

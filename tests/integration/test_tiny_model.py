@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import subprocess
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 import tiny_runs
 import torch
+from in_process import InProcessLauncher
 from peft import PeftModel
 from run_tools import (
     assert_nothing_trained_twice,
@@ -30,13 +30,13 @@ from tiny_runs import tiny_recipe, tokens_of, trained_rollouts
 from transformers import AutoModelForCausalLM
 
 from headrace.api import evaluate, resumed_recipe
-from headrace.api import open as open_run
 from headrace.config.schema import RunConfig
 from headrace.errors import RoleDiedError
+from headrace.launch.local import LocalLauncher
+from headrace.loop.assembly import MakeLauncher
 from headrace.loop.run import Run
 from headrace.records import Batch
 
-pytestmark = pytest.mark.slow
 TOLERANCE = 1e-4
 """Log-prob difference that float32 leaves between two ways to compute the same thing."""
 
@@ -77,11 +77,13 @@ def assert_same_run(resumed: Path, whole: Path) -> None:
     assert weights_of(resumed) == weights_of(whole)
 
 
+@pytest.mark.slow
 def test_training_changes_the_model(whole: Path, model: Path) -> None:
     assert weights_of(whole) != (model / "model.safetensors").read_bytes()
     assert max(s.grad_norm for s in steps_of(whole)) > 0
 
 
+@pytest.mark.slow
 def test_resume_after_a_killed_trainer_is_bit_for_bit_the_same_run(model: Path, whole: Path, tmp_path: Path) -> None:
     def kill(run: Run, version: int) -> None:
         if version == 4:
@@ -112,6 +114,7 @@ asyncio.run(body())
 """
 
 
+@pytest.mark.slow
 def test_resume_after_a_killed_controller_is_bit_for_bit_the_same_run(model: Path, whole: Path, tmp_path: Path) -> None:
     """Killed in step 6: step 5, trained after the checkpoint, is lost too, and so is what its weights sampled."""
     config = tmp_path / "config.json"
@@ -129,6 +132,7 @@ def test_resume_after_a_killed_controller_is_bit_for_bit_the_same_run(model: Pat
 # --- engine, learner and transformers agree ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_learner_recomputes_the_log_probs_of_the_engine_after_every_swap(whole: Path) -> None:
     steps = steps_of(whole)
     assert [s.version for s in steps] == [1, 2, 3, 4, 5, 6]
@@ -138,6 +142,7 @@ def test_learner_recomputes_the_log_probs_of_the_engine_after_every_swap(whole: 
         assert step.metrics["abs_dlogp/max"] < TOLERANCE
 
 
+@pytest.mark.slow
 def test_the_exported_model_is_what_the_engine_serves(whole: Path) -> None:
     exported = AutoModelForCausalLM.from_pretrained(whole / "model", dtype=torch.float32)
     config = tiny_recipe(whole / "model", whole.parent)
@@ -153,8 +158,19 @@ def test_the_exported_model_is_what_the_engine_serves(whole: Path) -> None:
 # --- weights swap under running requests ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kv", ["keep", "recompute", "flush"])
-def test_weights_swap_while_completions_run(endless_model: Path, tmp_path: Path, kv: str) -> None:
+@pytest.mark.parametrize(
+    ("kv", "make_launcher"),
+    [
+        pytest.param("keep", LocalLauncher, marks=pytest.mark.slow),
+        ("keep", InProcessLauncher),
+        ("recompute", InProcessLauncher),
+        ("flush", InProcessLauncher),
+    ],
+    ids=["keep-processes", "keep", "recompute", "flush"],
+)
+def test_weights_swap_while_completions_run(
+    endless_model: Path, tmp_path: Path, kv: str, make_launcher: MakeLauncher
+) -> None:
     config = tiny_recipe(
         endless_model,
         tmp_path,
@@ -164,7 +180,7 @@ def test_weights_swap_while_completions_run(endless_model: Path, tmp_path: Path,
         engine={"kv_on_swap": kv, "deterministic": False},
         optim={"lr": 1e-3},
     )
-    run = train(config)
+    run = train(config, make_launcher=make_launcher)
     assert summary_of(run).balanced
     assert max(summary_of(run).lag_hist) <= 2
     mixed = 0
@@ -189,13 +205,19 @@ def test_lora_trains_resumes_and_exports_model_and_adapter(model: Path, tmp_path
         if version == 1:
             run.interrupt()
 
-    config = tiny_recipe(model, tmp_path, steps=4, lora={"rank": 4})
-    assert summary_of(train(config, during=interrupt)).reason == "interrupted"
-    path = only_run(tmp_path)
-    summary = summary_of(train(resumed_recipe(path), resume=path))
+    def config(out: str) -> RunConfig:
+        return tiny_recipe(model, tmp_path / out, steps=4, lora={"rank": 4})
+
+    assert (
+        summary_of(train(config("broken"), during=interrupt, make_launcher=InProcessLauncher)).reason == "interrupted"
+    )
+    path = only_run(tmp_path / "broken")
+    summary = summary_of(train(resumed_recipe(path), resume=path, make_launcher=InProcessLauncher))
     assert summary.balanced
     assert summary.steps == 4
     assert all(s.metrics["abs_dlogp/max"] < TOLERANCE for s in steps_of(path))
+    uninterrupted = train(config("whole"), make_launcher=InProcessLauncher)
+    assert_same_run(path, Path(summary_of(uninterrupted).run_dir))
     merged = AutoModelForCausalLM.from_pretrained(path / "model")
     base = AutoModelForCausalLM.from_pretrained(model)
     ids = torch.arange(20)[None]
@@ -211,15 +233,8 @@ def test_lora_trains_resumes_and_exports_model_and_adapter(model: Path, tmp_path
 
 def test_three_turns_become_one_sample_that_trains_on_sampled_tokens_only(model: Path, tmp_path: Path) -> None:
     config = tiny_recipe(model, tmp_path, env={"options": {"turns": 3}, "max_turns": 3}, sampling={"max_new_tok": 8})
-    run, batches = open_run(config), []
-
-    async def body() -> None:
-        async for batch in run.batches():
-            batches.append(batch)
-            await run.train_on(batch)
-            await run.publish()
-
-    asyncio.run(body())
+    batches: list[Batch] = []
+    run = train(config, batches=batches, make_launcher=InProcessLauncher)
     summary = summary_of(run)
     assert summary.balanced
     rollouts = trained_rollouts(summary.run_dir)
@@ -252,9 +267,9 @@ def assert_samples_hold_what_was_sampled(batch: Batch, rollouts: dict[tuple[str,
 @pytest.mark.parametrize(
     ("kind", "updates", "advantage", "more"),
     [
-        ("pg", 1, "dr_grpo", {}),
+        ("pg", 1, "dr_grpo", {"correction": "mis"}),
         ("ppo", 2, "grpo", {"kl_coef": 0.1}),
-        ("cispo", 2, "leave_one_out", {"clip_high": 4.0, "correction": "tis"}),
+        ("cispo", 2, "leave_one_out", {"clip_high": 4.0}),
         ("gspo", 2, "batch_norm", {"clip_low": 3e-4, "clip_high": 4e-4, "aggregate": "sequence_mean"}),
         ("decoupled_ppo", 2, "grpo", {"aggregate": "prompt_mean"}),
     ],
@@ -263,7 +278,8 @@ def test_every_loss_and_advantage_trains(
     model: Path, tmp_path: Path, kind: str, updates: int, advantage: str, more: dict[str, Any]
 ) -> None:
     loss = {"kind": kind, "advantage": advantage, **more}
-    run = train(tiny_recipe(model, tmp_path, loss=loss, trainer={"updates_per_batch": updates}))
+    config = tiny_recipe(model, tmp_path, loss=loss, trainer={"updates_per_batch": updates})
+    run = train(config, make_launcher=InProcessLauncher)
     assert summary_of(run).balanced
     steps = steps_of(summary_of(run).run_dir)
     assert len(steps) == 2
@@ -280,6 +296,7 @@ def headrace(*args: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False, timeout=100)
 
 
+@pytest.mark.slow
 def test_command_line_trains_on_json_lines_with_an_own_reward_and_evaluates(model: Path, tmp_path: Path) -> None:
     (tmp_path / "data.jsonl").write_text("".join(f'{{"prompt": "What is {i} + 4?"}}\n' for i in range(16)))
     (tmp_path / "my_module.py").write_text(
