@@ -14,7 +14,7 @@ runs = typer.Typer(help="Earlier runs.", no_args_is_help=True)
 
 @runs.command("list")
 def list_(folder: Annotated[Path, typer.Argument(help="Folder of run folders.")] = Path("runs")) -> None:
-    """All runs in a folder, oldest first.
+    """All runs in a folder, oldest first, with held-out accuracy before and after.
 
     Example: headrace runs list
     """
@@ -22,7 +22,7 @@ def list_(folder: Annotated[Path, typer.Argument(help="Folder of run folders.")]
 
     from headrace.cli.console import out
 
-    table = Table(Column("run", overflow="fold"), "steps", "accuracy before", "after", "train time", "end")
+    table = Table(Column("run", no_wrap=True), "steps", "before", "after", "trained", Column("end", overflow="fold"))
     for path in sorted(p.parent for p in folder.glob("*/run.json")):
         records = read_metrics(path)
         summary: dict[str, Any] = next((r for r in reversed(records) if r.get("kind") == "summary"), {})

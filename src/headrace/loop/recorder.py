@@ -53,6 +53,8 @@ class Recorder:
         self._trainer_state: TrainerState = "idle"
         self._steps_s: list[float] = []
         self._generated_tok = controller.ledger.generated_tok
+        self._resumed_tok = controller.ledger.trained_tok
+        self._resumed_groups = controller.ledger.buckets["trained"]
         self._batch: Batch | None = None
         self._trained: tuple[Sequence[ForwardBackwardReport], Sequence[OptimReport]] = ((), ())
         self._rewards: list[float] = []
@@ -202,6 +204,8 @@ class Recorder:
             trainer_shares={str(k): v for k, v in health.trainer_shares(whole_run=True).items()},
             generator_shares=_generator_shares(stats, health.blocked_frac(whole_run=True)),
             model_dir=model_dir,
+            resumed_tok=self._resumed_tok,
+            resumed_groups=self._resumed_groups,
         )
         self._log.append(summary)
         write_report(self._folder)

@@ -124,6 +124,10 @@ class RunSummary:
     """decode, prefill, blocked, paused, idle."""
     model_dir: str | None
     """Trained model in Hugging Face layout."""
+    resumed_tok: int = 0
+    """Part of trained_tok that was trained before the last resume: train_s and rates are of this process."""
+    resumed_groups: int = 0
+    """The same of groups["trained"]."""
 
 
 Record = StepRecord | EvalRecord | RunSummary

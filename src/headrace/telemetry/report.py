@@ -81,7 +81,7 @@ def _facts(steps: list[StepRecord], evals: list[EvalRecord], summary: RunSummary
     if summary is not None:
         facts.append(("training time", duration(summary.train_s)))
         if summary.train_s > 0:
-            facts.append(("trained", f"{count(summary.trained_tok / summary.train_s)} tok/s"))
+            facts.append(("trained", f"{count((summary.trained_tok - summary.resumed_tok) / summary.train_s)} tok/s"))
         made = max(1, summary.generated_tok)
         facts.append(("wasted tokens", percent(sum(summary.wasted_tok.values()) / made, 1)))
     boxes = "".join(f'<div class="fact"><b>{escape(v)}</b><span class="dim">{escape(k)}</span></div>' for k, v in facts)

@@ -39,6 +39,9 @@ def print_summary(console: Console, summary: RunSummary) -> None:
     """Print the final table; fits 72 columns and wider."""
     width = min(console.width, WIDTH_MAX)
     console.print(summary_panel(summary, width), soft_wrap=False)
+    if summary.reason == "interrupted":
+        go_on = f"  go on with  headrace train --resume {summary.run_dir}"
+        console.print(Text(go_on, style="bold"), soft_wrap=True)
     # Paths stand outside the box, unwrapped, so that they can be copied.
     console.print(Text(f"  run folder  {summary.run_dir}", style="bold"), soft_wrap=True)
     if summary.model_dir is not None:
@@ -72,12 +75,13 @@ def summary_panel(summary: RunSummary, width: int) -> Panel:
 
 def _results(summary: RunSummary) -> list[tuple[str, Text]]:
     train_s = summary.train_s
-    groups_trained = summary.groups.get("trained", 0)
+    tok = summary.trained_tok - summary.resumed_tok
+    groups = summary.groups.get("trained", 0) - summary.resumed_groups
     time = Text().append(duration(summary.total_s), style="bold")
     time.append(f"  training {duration(train_s)}", style="dim")
     if train_s > 0:
-        time.append(f"  {count(summary.trained_tok / train_s)} tok/s, ", style="dim")
-        time.append(f"{count(groups_trained / train_s)} groups/s trained", style="dim")
+        time.append(f"  {count(tok / train_s)} tok/s, ", style="dim")
+        time.append(f"{count(groups / train_s)} groups/s trained", style="dim")
     steps = Text().append(str(summary.steps), style="bold")
     steps.append(f"  policy version {summary.version}", style="dim")
     return [
@@ -124,7 +128,12 @@ def _accounts(summary: RunSummary) -> list[tuple[str, Text]]:
     for reason, tok in sorted(summary.wasted_tok.items(), key=lambda item: -item[1]):
         if tok:
             rows.append(("", Text(f"{count(tok)} {reason.replace('_', ' ')}  {percent(tok / made, 1)}", style="dim")))
+    open_groups, open_tok = unended(summary)
+    if summary.balanced and open_tok:
+        rows.append(("kept", Text(f"{count(open_tok)} tokens  {percent(open_tok / made, 1)}  for --resume")))
     ended = [f"{summary.groups[b]} {b.replace('_', ' ')}" for b in BUCKETS if summary.groups.get(b)]
+    if summary.balanced and open_groups:
+        ended.append(f"{open_groups} kept for --resume")
     rows.append(("groups", Text(f"{summary.admitted} admitted: {', '.join(ended) or 'none ended'}")))
     rows.append(("ledger", _ledger(summary)))
     if summary.lag_hist:
@@ -134,11 +143,16 @@ def _accounts(summary: RunSummary) -> list[tuple[str, Text]]:
     return rows
 
 
+def unended(summary: RunSummary) -> tuple[int, int]:
+    """(groups, tokens) that are in no bucket: of an interrupted run those that a resume goes on with."""
+    groups = summary.admitted - sum(summary.groups.values())
+    return groups, summary.generated_tok - summary.trained_tok - summary.masked_tok - sum(summary.wasted_tok.values())
+
+
 def _ledger(summary: RunSummary) -> Text:
     if summary.balanced:
         return Text("balanced: every group and token is accounted for", style="green")
-    groups = summary.admitted - sum(summary.groups.values())
-    tok = summary.generated_tok - summary.trained_tok - summary.masked_tok - sum(summary.wasted_tok.values())
+    groups, tok = unended(summary)
     return Text(f"NOT balanced: {groups} groups and {tok} tokens are unaccounted for", style="bold red")
 
 

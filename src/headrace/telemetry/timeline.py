@@ -71,19 +71,25 @@ class Timeline:
     """Collects intervals, in any order."""
 
     def __init__(self, folder: Path | None = None, intervals: Iterable[Interval] = ()) -> None:
-        """With a folder every added interval is also appended to its trace.jsonl."""
+        """With a folder every added interval is also appended to its trace.jsonl, after what a resumed run left there.
+
+        A resumed run's clock begins anew; in the file its times go on where the earlier ones end.
+        """
         self.intervals: list[Interval] = list(intervals)
         self._file: BinaryIO | None = None
+        self._shift_s = 0.0
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
             cut_torn_line(folder / FILE_NAME)
+            if (folder / FILE_NAME).exists():
+                self._shift_s = max(map(end_of, read_timeline(folder).intervals), default=0.0)
             self._file = (folder / FILE_NAME).open("ab")
 
     def add(self, interval: Interval) -> None:
         """Record one interval or landing."""
         self.intervals.append(interval)
         if self._file is not None:
-            row = {"lane": _NAMES[type(interval)], **dataclasses.asdict(interval)}
+            row = {"lane": _NAMES[type(interval)], **dataclasses.asdict(_shifted(interval, self._shift_s))}
             self._file.write(encode_line(row))
             self._file.flush()
 
@@ -203,6 +209,16 @@ def assign_rows(rollouts: Sequence[RolloutSpan]) -> list[RolloutSpan]:
         heapq.heappush(busy, (rollout.end_s, row))
         placed.append(dataclasses.replace(rollout, row=row))
     return placed
+
+
+def _shifted(interval: Interval, by_s: float) -> Interval:
+    """The interval `by_s` later."""
+    if isinstance(interval, Landing):
+        return dataclasses.replace(interval, time_s=interval.time_s + by_s)
+    moved = dataclasses.replace(interval, start_s=interval.start_s + by_s, end_s=interval.end_s + by_s)
+    if isinstance(moved, RolloutSpan):
+        return dataclasses.replace(moved, versions=tuple((v, at_s + by_s) for v, at_s in moved.versions))
+    return moved
 
 
 def begin_of(interval: Interval) -> float:

@@ -132,3 +132,14 @@ def test_telling_window_prefers_changes_of_weights_and_a_busy_trainer() -> None:
     assert telling_window(Timeline(intervals=[*steps, change(2.5), change(2.6)]), steps=2) == (1.0, 3.0)
     assert telling_window(Timeline(intervals=steps), steps=9) == (0.0, 10.0)
     assert telling_window(Timeline()) is None
+
+
+def test_a_resumed_run_goes_on_where_the_times_end(tmp_path: Path) -> None:
+    for _ in range(2):
+        with Timeline(tmp_path) as timeline:
+            for interval in INTERVALS:
+                timeline.add(interval)
+    again = read_timeline(tmp_path)
+    assert again.intervals[: len(INTERVALS)] == INTERVALS
+    assert again.rollouts[1].versions == ((0, 5.0), (1, 6.5))  # 4 s later: the first process ended at 4 s
+    assert [x.time_s for x in again.landings] == [2.5, 6.5]
