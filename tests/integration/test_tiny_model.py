@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -29,13 +30,16 @@ from run_tools import (
 from tiny_runs import tiny_recipe, tokens_of, trained_rollouts
 from transformers import AutoModelForCausalLM
 
-from headrace.api import evaluate, resumed_recipe
+from headrace.api import resumed_recipe
 from headrace.config.schema import RunConfig
+from headrace.envs.registry import build_task
 from headrace.errors import RoleDiedError
 from headrace.launch.local import LocalLauncher
 from headrace.loop.assembly import MakeLauncher
+from headrace.loop.evaluate import evaluate_model
 from headrace.loop.run import Run
 from headrace.records import Batch
+from headrace.telemetry.silent import SilentView
 
 TOLERANCE = 1e-4
 """Log-prob difference that float32 leaves between two ways to compute the same thing."""
@@ -84,6 +88,7 @@ def test_training_changes_the_model(whole: Path, model: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_resume_after_a_killed_trainer_is_bit_for_bit_the_same_run(model: Path, whole: Path, tmp_path: Path) -> None:
     def kill(run: Run, version: int) -> None:
         if version == 4:
@@ -115,11 +120,12 @@ asyncio.run(body())
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_resume_after_a_killed_controller_is_bit_for_bit_the_same_run(model: Path, whole: Path, tmp_path: Path) -> None:
     """Killed in step 6: step 5, trained after the checkpoint, is lost too, and so is what its weights sampled."""
     config = tmp_path / "config.json"
     config.write_text(six_steps(model, tmp_path).model_dump_json())
-    done = subprocess.run([sys.executable, "-c", DIES_IN_STEP_6, str(config)], check=False, timeout=100)
+    done = subprocess.run([sys.executable, "-c", DIES_IN_STEP_6, str(config)], check=False, timeout=200)
     assert done.returncode == -signal.SIGKILL
     path = only_run(tmp_path)
     wait_until(lambda: not roles_of(path))
@@ -143,10 +149,18 @@ def test_learner_recomputes_the_log_probs_of_the_engine_after_every_swap(whole: 
 
 
 @pytest.mark.slow
-def test_the_exported_model_is_what_the_engine_serves(whole: Path) -> None:
+def test_the_exported_model_is_what_the_engine_serves(whole: Path, tmp_path: Path) -> None:
     exported = AutoModelForCausalLM.from_pretrained(whole / "model", dtype=torch.float32)
     config = tiny_recipe(whole / "model", whole.parent)
-    _, rollouts = evaluate(config)
+    evaluating = evaluate_model(
+        config,
+        task=build_task(config.env, seed=config.seed, recipe_dir=config.recipe_dir),
+        model_dir=whole / "model",
+        make_launcher=InProcessLauncher,
+        logs=tmp_path,
+        view=SilentView(),
+    )
+    _, rollouts = asyncio.run(evaluating)
     assert len(rollouts) == 4
     for rollout in rollouts:
         (turn,) = rollout.turns
@@ -293,10 +307,11 @@ def test_every_loss_and_advantage_trains(
 
 def headrace(*args: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
     command = [str(Path(sys.executable).with_name("headrace")), *map(str, args)]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False, timeout=100)
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False, timeout=200)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_command_line_trains_on_json_lines_with_an_own_reward_and_evaluates(model: Path, tmp_path: Path) -> None:
     (tmp_path / "data.jsonl").write_text("".join(f'{{"prompt": "What is {i} + 4?"}}\n' for i in range(16)))
     (tmp_path / "my_module.py").write_text(
@@ -320,9 +335,6 @@ def test_command_line_trains_on_json_lines_with_an_own_reward_and_evaluates(mode
     evaluated = headrace("eval", path, "--json", cwd=elsewhere)
     assert evaluated.returncode == 0, evaluated.stderr
     assert '"prompts": 4' in evaluated.stdout
-    again = headrace("train", "--resume", path, "--set", "steps=3", "--no-live", cwd=elsewhere)
-    assert again.returncode == 0, again.stderr
-    assert [s.version for s in steps_of(path)] == [1, 2, 3]
     assert {p.name for p in elsewhere.iterdir()} <= {"runs", "logs"}
     wrong = headrace("train", tmp_path / "recipe.toml", "--set", "env.reward=my_module:rewards", cwd=elsewhere)
     assert wrong.returncode == 2

@@ -44,7 +44,7 @@ def build_model(folder: Path, *, ends: bool = True) -> Path:
     return folder
 
 
-def tiny_recipe(model: Path, out: Path, **sections: Any) -> RunConfig:
+def tiny_recipe(model: Path, out: Path, /, **sections: Any) -> RunConfig:
     """Synchronous, float32, deterministic, few tokens; sections override."""
     data: dict[str, Any] = {
         "name": "tiny",
