@@ -4,6 +4,7 @@ core.py       which request runs when: admission, prefill, decode, swap     (no 
 running.py    one request's state
 backend.py    the seam between core and a model's arithmetic
 decoder.py    fast decoder of the Llama family
+kernels.py    its norm and rotation on a CPU in one pass each (numba, optional)
 weights.py    its weights: named arrays in, fused and prepacked linears out
 kv.py         its KV cache
 head.py       logits in float32
