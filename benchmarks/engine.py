@@ -163,7 +163,18 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def with_huge_pages() -> None:
+    """Start again with the allocator setting that the launcher gives its roles; generate then runs with it too."""
+    if "GLIBC_TUNABLES" not in os.environ:
+        os.execve(
+            sys.executable,
+            [sys.executable, *sys.argv],
+            os.environ | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"},
+        )
+
+
 def main() -> None:
+    with_huge_pages()
     global now
     args = parse()
     if args.cpu_time:

@@ -26,6 +26,9 @@ import headrace.errors as errors
 from headrace.errors import DeadlineError, HeadraceError, LaunchError, RoleDiedError
 from headrace.roles import RoleSpec
 
+_HUGE_PAGES = "glibc.malloc.hugetlb=1"
+"""Ask for huge pages: a decode step streams all weights, and with 4 KiB pages it waits for address translation
+(SmolLM2-135M, 64 requests: 79 -> 64 ms with two threads, 115 -> 92 ms with one). Other C libraries ignore it."""
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
 
 
@@ -56,6 +59,7 @@ class LocalHandle:
         parent, child = socket.socketpair()
         env = os.environ | {name: str(spec.threads) for name in _THREAD_VARIABLES}
         env |= {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+        env.setdefault("GLIBC_TUNABLES", _HUGE_PAGES)
         with log_path.open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "headrace.launch.worker", str(child.fileno()), str(os.getpid())],
