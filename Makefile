@@ -4,7 +4,7 @@ PYTHON  ?= python3
 VENV    ?= .venv
 RECIPE  ?= recipes/quickstart.toml
 ARGS    ?=
-# A package index with other torch builds, e.g. TORCH_INDEX=https://download.pytorch.org/whl/cpu (see constraints.txt).
+# URL of a package index with other torch builds, the CPU ones say (see constraints.txt).
 TORCH_INDEX ?=
 
 BIN     := $(VENV)/bin
