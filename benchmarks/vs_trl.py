@@ -81,12 +81,16 @@ def ours(folder: Path, steps: int) -> dict[str, Any]:
     records = [r for r in read_log(Path(summary.run_dir)) if isinstance(r, StepRecord)]
     times_s = [r.time_s for r in records]
     counted = times_s[WARMUP_STEPS - 1 :]
+    first = records[0]
+    first_s = (
+        first.wait_data_s + first.wait_bound_s + first.train_s + first.publish_s
+    )  # the warm-up counts, as TRL's does
     return {
         "samples_per_s": GROUPS * GROUP_SIZE * (len(counted) - 1) / (counted[-1] - counted[0]),
         "step_s": [round(b - a, 2) for a, b in pairwise(times_s)],
         "rewards": [round(r.reward_mean, 3) for r in records],
         "response_tok_mean": [round(r.response_tok_mean, 1) for r in records],
-        "ends_s": [t - times_s[0] + (times_s[1] - times_s[0] if len(times_s) > 1 else 0.0) for t in times_s],
+        "ends_s": [t - times_s[0] + first_s for t in times_s],
     }
 
 

@@ -200,3 +200,23 @@ def test_a_resumed_synchronous_run_makes_the_same_batches(tmp_path: Path) -> Non
     path = only_run(tmp_path / "broken")
     train(resumed_recipe(path), resume=path)
     assert trained(path) == trained(Path(summary_of(whole).run_dir))
+
+
+def test_a_full_disk_is_one_clear_error_and_the_run_goes_on_after_it(tmp_path: Path) -> None:
+    config = recipe(tmp_path, steps=400, eval={"before": False, "after": False})
+    (tmp_path / "config.json").write_text(config.model_dump_json())
+    script = (
+        "import pathlib, resource, sys\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))\n"
+        "from headrace.api import train\n"
+        "from headrace.config.schema import RunConfig\n"
+        "train(RunConfig.model_validate_json(pathlib.Path(sys.argv[1]).read_text()))\n"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "config.json")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "headrace.errors.DataError: writing the" in done.stderr.strip().splitlines()[-1]
+    path = only_run(tmp_path)
+    wait_until(lambda: not roles_of(path))
+    run = train(resumed_recipe(path, ["steps=4"]), resume=path)
+    assert summary_of(run).balanced
+    assert_nothing_trained_twice(path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -58,11 +59,12 @@ class Parts:
             await self.grader.close()
             await self.launcher.close()
         finally:
-            self.grader.kill()
-            self.launcher.kill()
-            self.recorder.close()
-            self.journal.close()
-            self.folder.release()
+            with ExitStack() as last:  # every one runs, whatever the others raise
+                last.callback(self.folder.release)
+                last.callback(self.journal.close)
+                last.callback(self.recorder.close)
+                last.callback(self.launcher.kill)
+                last.callback(self.grader.kill)
 
 
 async def assemble(

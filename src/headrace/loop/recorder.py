@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from headrace.clock import Clock
 from headrace.config.schema import RunConfig
+from headrace.errors import DataError, boundary
 from headrace.flow.controller import Controller
 from headrace.flow.events import Decision, Event, Landed
 from headrace.flow.health import TrainerState
@@ -22,6 +24,8 @@ from headrace.telemetry.report import write_report
 from headrace.telemetry.timeline import Landing, RolloutSpan, Timeline, TrainerSpan
 from headrace.telemetry.view import View
 from headrace.trainer.learner import ForwardBackwardReport, OptimReport
+
+_WRITING = boundary(DataError, "writing the logs of the run")
 
 
 class Recorder:
@@ -61,6 +65,7 @@ class Recorder:
 
     # --- told by the pipeline ----------------------------------------------------------------------------------
 
+    @_WRITING
     def on_event(self, event: Event, decisions: Sequence[Decision]) -> None:
         """Every event with its decisions: the file replays (flow/stimulus.py)."""
         self._stimulus.write(write_stimulus(event, decisions) + "\n")
@@ -71,6 +76,7 @@ class Recorder:
             self._end_trainer_span(event.time_s)
             self._trainer_state = state
 
+    @_WRITING
     def on_rollout(self, rollout: Rollout) -> None:
         """A training rollout ended."""
         self._controller.health.observe_rollout(rollout.gen_s, rollout.env_s, rollout.grade_s)
@@ -101,6 +107,7 @@ class Recorder:
     def trained(self, reports: Sequence[ForwardBackwardReport], steps: Sequence[OptimReport]) -> None:
         self._trained = (reports, steps)
 
+    @_WRITING
     def step_ended(self, handoff: Handoff) -> StepRecord:
         """One optimizer step is published: write and show its record."""
         batch, (reports, optims) = self._batch, self._trained
@@ -153,11 +160,13 @@ class Recorder:
         self._view.update(record)
         return record
 
+    @_WRITING
     def evaluated(self, record: EvalRecord) -> None:
         self._log.append(record)
         self._view.update(record)
         self._step_began_s = self._clock.now()
 
+    @_WRITING
     def resumed(self, version: int, restored: Restored) -> None:
         """A resumed run says what it found."""
         self._log.resumed(version)
@@ -166,6 +175,7 @@ class Recorder:
             f"taken over, {restored.restarted} started again"
         )
 
+    @_WRITING
     def finished(
         self,
         *,
@@ -207,14 +217,16 @@ class Recorder:
             resumed_tok=self._resumed_tok,
             resumed_groups=self._resumed_groups,
         )
+        self._stimulus.flush()
         self._log.append(summary)
         write_report(self._folder)
         return summary
 
     def close(self) -> None:
-        self._timeline.close()
-        self._stimulus.close()
-        self._log.close()
+        """Close the logs. What counts was flushed at its step; on a full disk the rest is lost with the failing run."""
+        for log in (self._timeline, self._stimulus, self._log):
+            with suppress(OSError):
+                log.close()
 
 
 def _rollout_span(completion: Completion, end_s: float, *, wasted: bool) -> RolloutSpan:

@@ -141,11 +141,12 @@ async def save_checkpoint(
     final = folder.checkpoints / f"step{version:06d}"
     partial = folder.checkpoints / f".partial-{version:06d}"
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    await save(str(partial))
-    write_atomically(partial / MARKER, json.dumps({"version": version, "run_id": folder.run_id}))
-    shutil.rmtree(final, ignore_errors=True)
-    partial.replace(final)
+    with boundary(DataError, f"saving checkpoint {final}"):
+        partial.mkdir(parents=True)
+        await save(str(partial))
+        write_atomically(partial / MARKER, json.dumps({"version": version, "run_id": folder.run_id}))
+        shutil.rmtree(final, ignore_errors=True)
+        partial.replace(final)
     for _, old in complete_checkpoints(folder.path)[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
     return final

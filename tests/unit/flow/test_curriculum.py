@@ -131,7 +131,7 @@ def zero_signal_frac(kind: str) -> float:
     return sum(r.bucket == "filtered_zero_signal" for r in late) / len(late)
 
 
-def test_band_halves_the_zero_signal_share_of_uniform() -> None:
+def test_band_lowers_the_zero_signal_share_by_three_tenths() -> None:
     uniform, band = zero_signal_frac("uniform"), zero_signal_frac("band")
     assert uniform > 0.5
     assert band < 0.7 * uniform
