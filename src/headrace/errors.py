@@ -3,6 +3,7 @@
 HeadraceError
 ├── ConfigError (ValueError)      a setting that cannot work: names value, allowed values, key, file and line
 ├── DataError (ValueError)        a data set, prompt, model folder or checkpoint that cannot be used
+├── PlanError (ValueError)        a plan that cannot exist: unknown chip, no GPUs, a model that does not fit
 ├── PluginError (LookupError)     "module:attr" that does not resolve or does not fit its protocol
 ├── FlowError (RuntimeError)      the controller was fed an impossible event, or cannot go on
 │   └── SignalStarvedError        the refill budget is spent: (almost) every group has equal rewards
@@ -33,6 +34,10 @@ class ConfigError(HeadraceError, ValueError):
 
 class DataError(HeadraceError, ValueError):
     """A data set, prompt, model folder or checkpoint that cannot be used."""
+
+
+class PlanError(HeadraceError, ValueError):
+    """A plan that cannot exist: unknown chip or model, nothing that fits, no sample that would be trained."""
 
 
 class PluginError(HeadraceError, LookupError):

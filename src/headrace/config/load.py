@@ -1,4 +1,4 @@
-"""From a TOML recipe to a RunConfig, with errors that name key, value, what is allowed, file and line."""
+"""From TOML to a typed document (a recipe, say), with errors that name key, value, what is allowed, file and line."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -16,6 +16,7 @@ from headrace.config.schema import RunConfig
 from headrace.errors import ConfigError, did_you_mean
 
 Key = tuple[str, ...]
+Document = TypeVar("Document", bound=BaseModel)
 OVERRIDE = "--set"
 
 _BOUNDS = {
@@ -52,7 +53,23 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         _set(data, key, value)
         origin[key] = OVERRIDE
     data["recipe_dir"] = str(path.resolve().parent)
-    return _validate(data, origin, default_origin=str(path))
+    return _validate(RunConfig, data, origin, default_origin=str(path))
+
+
+def load_document(
+    schema: type[Document], path: str | Path | None, overrides: Sequence[str] = (), *, what: str = "document"
+) -> Document:
+    """Read a TOML file of another schema; `path` None: overrides on the schema's defaults. Errors as load_recipe."""
+    data: dict[str, Any] = {}
+    origin: dict[Key, str] = {}
+    if path is not None:
+        data, lines = _read_toml(Path(path), what)
+        origin = {key: f"{path}, line {line}" for key, line in lines.items()}
+    for text in overrides:
+        key, value = parse_override(text)
+        _set(data, key, value)
+        origin[key] = OVERRIDE
+    return _validate(schema, data, origin, default_origin="defaults" if path is None else str(path))
 
 
 def config_from_overrides(overrides: Sequence[str], base: RunConfig | None = None) -> RunConfig:
@@ -65,7 +82,7 @@ def config_from_overrides(overrides: Sequence[str], base: RunConfig | None = Non
         key, value = parse_override(text)
         _set(data, key, value)
         origin[key] = OVERRIDE
-    return _validate(data, origin, default_origin="defaults")
+    return _validate(RunConfig, data, origin, default_origin="defaults")
 
 
 def resolved_json(config: RunConfig) -> str:
@@ -96,25 +113,25 @@ def parse_override(text: str) -> tuple[Key, Any]:
     return key, parsed["value"] if set(parsed) == {"value"} else raw
 
 
-def _read_toml(path: Path) -> tuple[dict[str, Any], dict[Key, int]]:
+def _read_toml(path: Path, what: str = "recipe") -> tuple[dict[str, Any], dict[Key, int]]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError as exc:
-        raise ConfigError(_not_found(path)) from exc
+        raise ConfigError(_not_found(path, what)) from exc
     except (OSError, UnicodeDecodeError) as exc:
-        raise ConfigError(f"cannot read recipe {path}: {exc}") from exc
+        raise ConfigError(f"cannot read {what} {path}: {exc}") from exc
     try:
         return tomllib.loads(text), key_lines(text)
     except tomllib.TOMLDecodeError as exc:
         raise ConfigError(f"{path} is not valid TOML: {exc}") from exc
 
 
-def _not_found(path: Path) -> str:
+def _not_found(path: Path, what: str) -> str:
     folder = path.parent
     near = sorted(p.name for p in folder.glob("*.toml")) if folder.is_dir() else []
     if near:
-        return f"there is no recipe {path}; {did_you_mean(path.name, near)}"
-    return f"there is no recipe {path}" + ("" if folder.is_dir() else f": there is no folder {folder}")
+        return f"there is no {what} {path}; {did_you_mean(path.name, near)}"
+    return f"there is no {what} {path}" + ("" if folder.is_dir() else f": there is no folder {folder}")
 
 
 def key_lines(text: str) -> dict[Key, int]:
@@ -174,16 +191,18 @@ def _set(data: dict[str, Any], key: Key, value: Any) -> None:
     node[key[-1]] = value
 
 
-def _validate(data: dict[str, Any], origin: Mapping[Key, str], *, default_origin: str) -> RunConfig:
+def _validate(
+    schema: type[Document], data: dict[str, Any], origin: Mapping[Key, str], *, default_origin: str
+) -> Document:
     try:
         # Through JSON, since only there strict types (no "8" for 8, no true for 1) still take arrays for tuples.
-        return RunConfig.model_validate_json(json.dumps(data, default=str), strict=True)
+        return schema.model_validate_json(json.dumps(data, default=str), strict=True)
     except ValidationError as exc:
-        problems = [_explain(error, origin, default_origin) for error in exc.errors()]
+        problems = [_explain(schema, error, origin, default_origin) for error in exc.errors()]
         raise ConfigError("\n".join(dict.fromkeys(problems))) from exc
 
 
-def _explain(error: ErrorDetails, origin: Mapping[Key, str], default_origin: str) -> str:
+def _explain(schema: type[BaseModel], error: ErrorDetails, origin: Mapping[Key, str], default_origin: str) -> str:
     """One line for one pydantic error."""
     key = tuple(str(part) for part in error["loc"])
     kind, value, context = error["type"], error["input"], error.get("ctx", {})
@@ -193,7 +212,7 @@ def _explain(error: ErrorDetails, origin: Mapping[Key, str], default_origin: str
     name = ".".join(key)
     seen = f"{name} = {json.dumps(value, default=str)}" if not isinstance(value, dict) else name
     if kind == "extra_forbidden":
-        known = [n for n in _section(key[:-1]).model_fields if n != "recipe_dir"]
+        known = [n for n in _section(schema, key[:-1]).model_fields if n != "recipe_dir"]
         return f"{name} is not a setting; {did_you_mean(key[-1], known)} ({where})"
     if kind in _BOUNDS:
         sign, bound = _BOUNDS[kind]
@@ -227,9 +246,8 @@ def _origin(key: Key, origin: Mapping[Key, str], default_origin: str) -> str:
     return inside[0] if inside else default_origin
 
 
-def _section(key: Key) -> type[BaseModel]:
-    model: type[BaseModel] = RunConfig
+def _section(schema: type[BaseModel], key: Key) -> type[BaseModel]:
+    model = schema
     for part in key:
-        annotation = model.model_fields[part].annotation
-        model = cast("type[BaseModel]", annotation)
+        model = cast("type[BaseModel]", model.model_fields[part].annotation)
     return model
