@@ -16,10 +16,11 @@ from headrace.flow.restore import Restored
 from headrace.flow.stimulus import Setup, write_setup, write_stimulus
 from headrace.loop.evaluate import SOLVED
 from headrace.loop.handoff import Handoff
+from headrace.loop.setup import threads
 from headrace.records import Batch, Completion, Outcome, Rollout
 from headrace.rollout.engine import EngineStats
 from headrace.telemetry.log import RunLog
-from headrace.telemetry.records import EvalRecord, RunSummary, StepRecord
+from headrace.telemetry.records import EvalRecord, ProfileRecord, RunSummary, StepRecord
 from headrace.telemetry.report import write_report
 from headrace.telemetry.timeline import Landing, RolloutSpan, Timeline, TrainerSpan
 from headrace.telemetry.view import View
@@ -136,6 +137,8 @@ class Recorder:
             lag_max=lag_max,
             masked_stale_tok=batch.masked_stale_tok,
             trained_tok=batch.trained_tok,
+            batch_tok=sum(len(s.ids_T) for s in batch.samples),
+            batch_tok2=sum(len(s.ids_T) ** 2 for s in batch.samples),
             generated_tok=generated_tok,
             zero_signal_frac=last.zero_signal_groups / max(1, last.scored_groups),
             wait_data_s=last.seconds["wait_data"],
@@ -218,6 +221,7 @@ class Recorder:
             resumed_groups=self._resumed_groups,
         )
         self._stimulus.flush()
+        self._log.append(_profile(self._config, stats))
         self._log.append(summary)
         write_report(self._folder)
         return summary
@@ -227,6 +231,17 @@ class Recorder:
         for log in (self._timeline, self._stimulus, self._log):
             with suppress(OSError):
                 log.close()
+
+
+def _profile(config: RunConfig, stats: EngineStats) -> ProfileRecord:
+    used = threads(config)
+    return ProfileRecord(
+        version=stats.version,
+        generator_threads=used.generator,
+        trainer_threads=used.trainer,
+        decode=tuple((p.running, p.steps, p.context_tok, p.step_s) for p in stats.decode_points),
+        prefill=stats.prefills,
+    )
 
 
 def _rollout_span(completion: Completion, end_s: float, *, wasted: bool) -> RolloutSpan:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from headrace.records import Completion, GenRequest
+from headrace.rollout.profile import DecodePoint
 from headrace.sync.manifest import Manifest
 
 KvPolicy = Literal["keep", "recompute", "flush"]
@@ -54,6 +55,10 @@ class EngineStats:
     """Seconds in which the worker waited with nothing to do."""
     paused_s: float
     """Seconds spent swapping."""
+    decode_points: tuple[DecodePoint, ...] = ()
+    """Measured decode steps by number of running requests; empty if the engine does not measure."""
+    prefills: tuple[tuple[int, float], ...] = ()
+    """(tokens, seconds) of the newest prefills."""
 
 
 class Engine(Protocol):

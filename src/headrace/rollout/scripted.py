@@ -23,6 +23,7 @@ from headrace.errors import ConfigError, EngineError, SyncError
 from headrace.records import Completion, FinishReason, GenRequest
 from headrace.rollout.counter_rng import seed_bits, uniform
 from headrace.rollout.engine import EngineStats, KvPolicy, SwapReport
+from headrace.rollout.profile import StepProfile
 from headrace.rollout.spans import spans_of
 from headrace.sync.manifest import Manifest
 from headrace.sync.receive import read_version
@@ -93,6 +94,7 @@ class ScriptedCore:
         self._staged: dict[int, str] = {}
         self._decode_tok = self._prefill_tok = self._shared_tok = 0
         self._decode_s = self._prefill_s = self._paused_s = 0.0
+        self._profile = StepProfile()
 
     def add(self, requests: Sequence[GenRequest]) -> None:
         known = {r.request.id for r in (*self._running, *self._waiting)}
@@ -180,6 +182,8 @@ class ScriptedCore:
             prefill_s=self._prefill_s,
             idle_s=0.0,
             paused_s=self._paused_s,
+            decode_points=self._profile.decode_points(),
+            prefills=self._profile.prefills(),
         )
 
     # --- inside a step
@@ -204,6 +208,8 @@ class ScriptedCore:
         self._prefill_tok += computed_tok
         seconds = computed_tok * self._options.prefill_s_per_tok
         self._prefill_s += seconds
+        if computed_tok:
+            self._profile.prefilled(tok=computed_tok, seconds=seconds)
         self._wait(seconds)
 
     def _decode(self) -> None:
@@ -212,6 +218,8 @@ class ScriptedCore:
         self._wait(seconds)
         self._decode_s += seconds
         self._decode_tok += len(self._running)
+        context_tok = sum(len(r.request.prompt_ids) + len(r.ids) for r in self._running)
+        self._profile.decoded(running=len(self._running), context_tok=context_tok, seconds=seconds)
         going_on = []
         for item in self._running:
             if item.started_s is None:

@@ -19,7 +19,7 @@ from typing import Any, Self
 from pydantic import TypeAdapter, ValidationError
 
 from headrace.errors import DataError, did_you_mean
-from headrace.telemetry.records import EvalRecord, Record, RunSummary, StepRecord
+from headrace.telemetry.records import EvalRecord, ProfileRecord, Record, RunSummary, StepRecord
 
 FILE_NAME = "metrics.jsonl"
 
@@ -35,6 +35,7 @@ class ResumedRecord:
 _ADAPTERS: Mapping[str, TypeAdapter[Any]] = {
     "step": TypeAdapter(StepRecord),
     "eval": TypeAdapter(EvalRecord),
+    "profile": TypeAdapter(ProfileRecord),
     "summary": TypeAdapter(RunSummary),
     "resumed": TypeAdapter(ResumedRecord),
 }

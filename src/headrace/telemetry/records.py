@@ -41,6 +41,10 @@ class StepRecord:
     trained_tok: int
     generated_tok: int
     """Sampled since the previous step record."""
+    batch_tok: int = 0
+    """Prompt and response tokens of the batch's samples."""
+    batch_tok2: int = 0
+    """Sum of the squares of the samples' lengths (attention's share of the work)."""
     zero_signal_frac: float
     """Share of groups completed since the previous step that had equal rewards."""
     wait_data_s: float
@@ -68,6 +72,20 @@ class StepRecord:
     lr: float
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Numerics and loss metrics by their documented names."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileRecord:
+    """What the engine's steps cost, measured in this process of the run. `headrace calibrate` fits laws to it."""
+
+    kind: str = "profile"
+    version: int
+    generator_threads: int
+    trainer_threads: int
+    decode: tuple[tuple[int, int, float, float], ...]
+    """(running requests, steps, mean sum of contexts in tokens, median seconds of a step)."""
+    prefill: tuple[tuple[int, float], ...]
+    """(prompt tokens, seconds) of the newest prefills."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,4 +148,4 @@ class RunSummary:
     """The same of groups["trained"]."""
 
 
-Record = StepRecord | EvalRecord | RunSummary
+Record = StepRecord | EvalRecord | ProfileRecord | RunSummary

@@ -28,6 +28,7 @@ from headrace.rollout.native.fallback import Fallback
 from headrace.rollout.native.running import Running
 from headrace.rollout.native.sampling import draw
 from headrace.rollout.native.text import Detokenizer
+from headrace.rollout.profile import StepProfile
 from headrace.sync.manifest import Manifest, TensorInfo, chain_digest
 from headrace.sync.receive import read_version
 
@@ -57,6 +58,7 @@ class NativeCore:
         self._staged: dict[int, tuple[str, tuple[TensorInfo, ...], Any]] = {}
         self._decode_tok = self._prefill_tok = self._shared_tok = 0
         self._decode_s = self._prefill_s = self._paused_s = 0.0
+        self._profile = StepProfile()
 
     # --- requests
 
@@ -164,6 +166,8 @@ class NativeCore:
             prefill_s=self._prefill_s,
             idle_s=0.0,
             paused_s=self._paused_s,
+            decode_points=self._profile.decode_points(),
+            prefills=self._profile.prefills(),
         )
 
     # --- inside a step
@@ -216,12 +220,16 @@ class NativeCore:
         if not fresh and not copies:
             return
         started_s = self._clock.now()
-        self._prefill_tok += self._prefill(fresh)
+        computed_tok = self._prefill(fresh)
+        self._prefill_tok += computed_tok
         for src, dst in copies:
             prefix_tok = len(self._row(dst).ids) - 1
             self._backend.copy_row(src, dst, prefix_tok)
             self._shared_tok += prefix_tok
-        self._prefill_s += self._clock.now() - started_s
+        seconds = self._clock.now() - started_s
+        self._prefill_s += seconds
+        if computed_tok:
+            self._profile.prefilled(tok=computed_tok, seconds=seconds)
 
     def _next_waiting(self) -> Running | None:
         """The next request that may start; those that want newer weights end here."""
@@ -261,6 +269,7 @@ class NativeCore:
     def _decode(self) -> None:
         started_s = self._clock.now()
         running = self._running()
+        context_tok = sum(len(r.ids) for r in running)
         logits_BV = self._backend.decode([r.ids[-1] for r in running], [len(r.ids) - 1 for r in running])
         ids_B, logp_B = draw(logits_BV, [r.request.sampling for r in running], [r.sampled for r in running])
         self._decode_tok += len(running)
@@ -274,7 +283,9 @@ class NativeCore:
             if finish is not None:
                 self._rows[row] = None
                 self._end(item, finish)
-        self._decode_s += self._clock.now() - started_s
+        seconds = self._clock.now() - started_s
+        self._decode_s += seconds
+        self._profile.decoded(running=len(running), context_tok=context_tok, seconds=seconds)
 
     def _finish(self, item: Running) -> FinishReason | None:
         sampling, token = item.request.sampling, item.ids[-1]
