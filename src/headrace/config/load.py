@@ -57,9 +57,17 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def load_document(
-    schema: type[Document], path: str | Path | None, overrides: Sequence[str] = (), *, what: str = "document"
+    schema: type[Document],
+    path: str | Path | None,
+    overrides: Sequence[str] = (),
+    *,
+    what: str = "document",
+    places: Mapping[str, str] | None = None,
 ) -> Document:
-    """Read a TOML file of another schema; `path` None: overrides on the schema's defaults. Errors as load_recipe."""
+    """Read a TOML file of another schema; `path` None: overrides on the schema's defaults. Errors as load_recipe.
+
+    `places` says for overridden keys ("cluster.num_gpus") where their value comes from ("--num-gpus") if not --set.
+    """
     data: dict[str, Any] = {}
     origin: dict[Key, str] = {}
     if path is not None:
@@ -68,7 +76,7 @@ def load_document(
     for text in overrides:
         key, value = parse_override(text)
         _set(data, key, value)
-        origin[key] = OVERRIDE
+        origin[key] = (places or {}).get(".".join(key), OVERRIDE)
     return _validate(schema, data, origin, default_origin="defaults" if path is None else str(path))
 
 
