@@ -351,6 +351,8 @@ def _check_header(chunk: Chunk) -> Layout:
         _refuse(chunk, f"{chunk.elems} elements from {chunk.start}: 0 to {CHUNK_ELEMS} from 0 or later are possible")
     if not 0 <= chunk.changed <= chunk.elems:
         _refuse(chunk, f"{chunk.changed} of {chunk.elems} elements changed")
+    if len(chunk.body) > chunk.elems * layout.width_bytes:
+        _refuse(chunk, f"its body of {len(chunk.body)} bytes is larger than the weights")
     if xxhash.xxh3_128_hexdigest(chunk.body) != chunk.body_digest:
         _refuse(chunk, "its body is damaged (digest differs)")
     return layout

@@ -38,7 +38,7 @@ def read_gaps(reader: Reader, count: int, places: int) -> NDArray[np.uint32]:
         size = reader.varint("gap bytes", most=count + places // _MORE)
         gaps = _unspell(reader, reader.frame(size, "gaps"), count)
     elif method <= _MAX_REMAINDER_BITS:
-        gaps = _unrice(reader, count, method)
+        gaps = _unrice(reader, count, places, method)
     else:
         reader.refuse(f"gap method {method} is unknown")
     last = int(gaps.sum()) + count - 1
@@ -48,24 +48,20 @@ def read_gaps(reader: Reader, count: int, places: int) -> NDArray[np.uint32]:
 
 
 def _uneven(gaps: NDArray[np.uint32]) -> bool:
-    """The zstd form may be the smaller one: gaps cluster or repeat, or are mostly zero."""
+    """Gaps cluster, repeat or are mostly zero, unlike those of independent changes: the zstd form may be smaller."""
     mean = int(gaps.sum(dtype=np.int64)) / gaps.size
-    if mean < 1:
-        return True
-    if mean > _MORE:  # it would mostly say "further"
-        return False
     second = float(np.square(gaps, dtype=np.float64).sum()) / gaps.size
-    return not 0.9 < second / (2 * mean * mean + mean) < 1.1  # a geometric distribution has 1
+    return mean < 1 or not 0.9 < second / (2 * mean * mean + mean) < 1.1  # a geometric distribution has 1
 
 
 def _rice_parameter(gaps: NDArray[np.uint32]) -> tuple[int, int]:
-    """The best number of remainder bits, and about how many bytes it takes."""
+    """The best number of remainder bits, and how many bytes it takes after the method."""
     mean = int(gaps.sum(dtype=np.int64)) / gaps.size
     guess = max(0, int(math.log2(max(mean * math.log(2), 1.0))))
 
     def size_bytes(bits: int) -> int:
-        unary_bits = int((gaps >> np.uint32(bits)).sum(dtype=np.int64)) + gaps.size
-        return -(-unary_bits // 8) + -(-gaps.size * bits // 8) + 4
+        quotient_bytes = -(-(int((gaps >> np.uint32(bits)).sum(dtype=np.int64)) + gaps.size) // 8)
+        return len(varint(quotient_bytes)) + quotient_bytes + -(-gaps.size * bits // 8)
 
     sizes = [(size_bytes(bits), bits) for bits in (guess, min(guess + 1, _MAX_REMAINDER_BITS))]
     best, bits = min(sizes)
@@ -81,8 +77,8 @@ def _rice(gaps: NDArray[np.uint32], remainder_bits: int) -> bytes:
     return varint(len(quotients)) + quotients + _pack_remainders(gaps, remainder_bits)
 
 
-def _unrice(reader: Reader, count: int, remainder_bits: int) -> NDArray[np.int64]:
-    size = reader.varint("length of quotients", most=1 << 30)
+def _unrice(reader: Reader, count: int, places: int, remainder_bits: int) -> NDArray[np.int64]:
+    size = reader.varint("length of quotients", most=(count + (places >> remainder_bits)) // 8 + 1)
     packed = np.frombuffer(reader.take(size, "quotients"), np.uint8)
     ends = np.flatnonzero(np.unpackbits(packed, bitorder="little"))
     if ends.size != count or int(ends[-1]) // 8 != size - 1:
