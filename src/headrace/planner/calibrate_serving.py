@@ -103,7 +103,7 @@ class ServingReport:
     """MAPE with the constants given."""
     untuned_median: float
     fitted: float
-    """MAPE on held-out rows, every group's fit together."""
+    """MAPE on held-out rows, every group's fit together; without a group that is large enough, as untuned."""
     fitted_median: float
     groups: tuple[GroupScore, ...]
 
@@ -267,13 +267,23 @@ def fit_serving(
         )
         final = values if hold_out else fit_group(design, seeds)
         sets.append(_serving_set(group, final, len(members), name, date))
-    fitted = np.concatenate(held) if held else np.array([math.nan])
     every = np.concatenate(plain)
+    fitted = np.concatenate(held) if held else every
     report = ServingReport(
         rows=len(usable), skipped=skipped, untuned=float(every.mean()), untuned_median=float(np.median(every)),
         fitted=float(fitted.mean()), fitted_median=float(np.median(fitted)), groups=tuple(scores),
     )  # fmt: skip
     return constants.model_copy(update={"name": name, "date": date, "serving": (*sets, *constants.serving)}), report
+
+
+def predict_s(rows: Sequence[ServingRow], constants: Constants) -> FloatArray:
+    """Seconds per output token of each row, with these constants as they are (no serving set is looked up).
+
+    Raises PlanError for a row of an unknown model or chip.
+    """
+    shapes = {row.model: model_named(row.model) for row in rows}
+    values = {field: getattr(constants, field).value for field in SEEDED}
+    return _design(rows, shapes, constants).predict(values)
 
 
 SEEDED = (*FITTED, "flop_eff", "net_eff", "a2a_s", "moe_decode_factor", "smooth_p")
