@@ -74,12 +74,6 @@ class ServingRow:
     response_tok: int
     tpot_s: float
 
-    @property
-    def configuration(self) -> str:
-        """Everything that was chosen, without what was measured: repeated measurements share it."""
-        chosen = (self.gpus, self.attention_dp, self.concurrency, self.prompt_tok, self.response_tok)
-        return "/".join(map(str, (*self.group, self.model, *chosen)))
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupScore:
@@ -254,7 +248,7 @@ def fit_serving(
     scores, sets, plain, held = [], [], [], []
     for group, members in sorted(by_group.items(), key=lambda item: (-len(item[1]), item[0])):
         design = _design(members, shapes, constants)
-        seen = np.array([_first_half(row) for row in members])
+        seen = np.array([_first_half(row, shapes[row.model]) for row in members])
         untuned = _errors(design, seeds)
         plain.append(untuned)
         if min(seen.sum(), (~seen).sum()) < MIN_ROWS // 2:
@@ -309,8 +303,11 @@ def _usable(rows: Iterable[ServingRow]) -> tuple[list[ServingRow], dict[str, Mod
     return usable, shapes, skipped
 
 
-def _first_half(row: ServingRow) -> bool:
-    return hashlib.sha256(row.configuration.encode()).digest()[0] % 2 == 0
+def _first_half(row: ServingRow, shape: ModelShape) -> bool:
+    """A coin per configuration: all that was chosen. Repeated measurements, and names of one shape, share it."""
+    chosen = (row.gpus, row.attention_dp, row.concurrency, row.prompt_tok, row.response_tok)
+    configuration = "/".join(map(str, (*row.group, shape.name, *chosen)))
+    return hashlib.sha256(configuration.encode()).digest()[0] % 2 == 0
 
 
 def _errors(design: _Design, values: Mapping[str, float]) -> FloatArray:
