@@ -48,6 +48,7 @@ __all__ = [
     "encode_tensors",
     "stats",
     "undo",
+    "warm_up",
 ]
 
 Mode = Literal["ctx", "xor", "set", "dense", "raw"]
@@ -202,7 +203,17 @@ def apply_chunk(chunk: Chunk, target: NDArray[Any]) -> Undo:
 
 def undo(target: NDArray[Any], record: Undo) -> None:
     """Put back what `apply_chunk` overwrote, bit for bit, in time that grows with the number of changes only."""
+    if not target.flags.c_contiguous:
+        raise SyncError("the weights to restore are not contiguous")
     target.reshape(-1).view(record.bits.dtype)[record.positions] = record.bits
+
+
+def warm_up(dtype: str) -> None:
+    """Compile (or load from numba's cache) what chunks of this dtype need, before a pause waits for it."""
+    layout = layout_of(dtype, "")
+    old, new = np.zeros(64, layout.unsigned), np.zeros(64, layout.unsigned)
+    new[7] = 1
+    apply_chunk(encode_chunk(old, new, tensor="", start=0, dtype=dtype), old)
 
 
 def encode_tensors(
@@ -272,15 +283,15 @@ def _smallest(
     ]
     if positions is not None and not positions.size and usable and usable[0] in _SPARSE:
         return usable[0], b""
-    best: tuple[Mode, bytes] = ("raw", new.tobytes())
+    best: tuple[Mode, bytes] | None = None
     for mode in usable:
         body = _write(mode, old, new, positions, layout)
-        if len(body) < len(best[1]):
+        if len(body) < (new.nbytes if best is None else len(best[1])):
             best = (mode, body)
         clear = positions is not None and positions.size <= _CLEAR.get(mode, 0.0) * new.size
         if clear and new.nbytes > _SMALL_BYTES and len(body) <= _CLEAR_SIZE_FRAC * new.nbytes:
             break
-    return best
+    return best or ("raw", new.tobytes())
 
 
 def _write(mode: Mode, old: Bits | None, new: Bits, positions: NDArray[np.uint32] | None, layout: Layout) -> bytes:

@@ -74,7 +74,7 @@ def write_ctx(old: Bits, new: Bits, positions: NDArray[np.uint32], layout: Layou
     bucket_of = buckets[classes]
     counts = np.bincount(bucket_of, minlength=len(ranges)).astype(np.int64)
     gaps = passes.bucket_gaps(old, positions, buckets, counts, layout)
-    order = np.argsort(bucket_of.astype(np.uint8) if len(ranges) < 256 else bucket_of, kind="stable")
+    order = np.argsort(bucket_of, kind="stable")
     steps = (zigzag(was, now, layout) - was.dtype.type(1))[order]
     far = steps >= _ESCAPE
     codes = np.where(far, _ESCAPE, steps).astype(np.uint8)

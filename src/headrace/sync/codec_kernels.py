@@ -70,7 +70,7 @@ _changed, _gaps, _locate = _kernel(_changed_), _kernel(_gaps_), _kernel(_locate_
 def changed_positions(old: Bits, new: Bits) -> NDArray[np.uint32]:
     """See `codec_fallback.changed_positions`."""
     positions = np.empty(old.size + 1, np.uint32)
-    return positions[: _changed(old, new, positions)].copy()
+    return positions[: _changed(_fixed(old), _fixed(new), positions)].copy()
 
 
 def bucket_gaps(
@@ -78,7 +78,7 @@ def bucket_gaps(
 ) -> NDArray[np.uint32]:
     """See `codec_fallback.bucket_gaps`."""
     out = np.empty(positions.size, np.uint32)
-    _gaps(old, positions, buckets, *_field(old, layout), _firsts(counts), out)
+    _gaps(_fixed(old), positions, buckets, *_field(old, layout), _firsts(counts), out)
     return out
 
 
@@ -88,8 +88,15 @@ def locate(
     """See `codec_fallback.locate`."""
     positions, indices = np.empty(gaps.size, np.uint32), np.empty(gaps.size, np.uint32)
     ends = np.cumsum(counts)
-    found = _locate(old, gaps, buckets, *_field(old, layout), _firsts(counts), ends, positions, indices)
+    found = _locate(_fixed(old), gaps, buckets, *_field(old, layout), _firsts(counts), ends, positions, indices)
     return positions[:found], indices[:found]
+
+
+def _fixed(bits: Bits) -> Bits:
+    """A read-only view: numba compiles anew for arrays that are read-only, so all of them are."""
+    view = bits.view()
+    view.flags.writeable = False
+    return view
 
 
 def _field(old: Bits, layout: Layout) -> tuple[Any, Any]:

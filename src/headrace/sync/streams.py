@@ -42,14 +42,13 @@ def varint(number: int) -> bytes:
 
 
 def frame(data: NDArray[Any]) -> bytes:
-    """Length and zstd frame; the data themselves where zstd does not shrink them.
+    """Length and zstd frame of a contiguous array; the data themselves where zstd does not shrink them.
 
     The reader knows the unpacked size, so a length equal to it says "stored" and needs no flag.
     """
-    raw = data.tobytes()
-    packed = _compressor().compress(raw) if raw else raw
-    if len(packed) >= len(raw):
-        packed = raw
+    packed = _compressor().compress(data.view(np.uint8).data) if data.size else b""
+    if len(packed) >= data.nbytes:
+        packed = data.tobytes()
     return varint(len(packed)) + packed
 
 

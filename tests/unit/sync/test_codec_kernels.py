@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from headrace.errors import SyncError
 from headrace.sync import codec_fallback, codec_kernels
 from headrace.sync.bits import LAYOUTS
+from headrace.sync.codec import apply_chunk, encode_chunk, warm_up
 from headrace.sync.codec_ctx import kernels, read_ctx, write_ctx
 from headrace.sync.streams import Reader
 
@@ -55,6 +56,20 @@ def test_same_bytes_with_and_without_numba(case: tuple[str, NDArray[Any], NDArra
 @needs_numba
 def test_numba_is_used_where_it_is() -> None:
     assert kernels() is codec_kernels
+
+
+@needs_numba
+def test_nothing_is_compiled_after_warming_up() -> None:
+    warm_up("U16")
+    passes = (codec_kernels._changed, codec_kernels._gaps, codec_kernels._locate)
+    compiled = [len(kernel.signatures) for kernel in passes]
+    assert all(compiled)
+    old = np.arange(5000, dtype=np.uint16)
+    new = old.copy()
+    new[::50] += 1
+    old.flags.writeable = new.flags.writeable = False
+    apply_chunk(encode_chunk(old, new, tensor="w", start=0, dtype="BF16"), old.copy())
+    assert [len(kernel.signatures) for kernel in passes] == compiled
 
 
 @pytest.mark.parametrize("passes", [codec_kernels, codec_fallback])
