@@ -28,28 +28,10 @@ from numpy.typing import NDArray
 from headrace.errors import SyncError, did_you_mean
 from headrace.sync.bits import Bits, Layout, as_bits, from_planes, layout_of, planes
 from headrace.sync.codec_ctx import kernels, read_ctx, write_ctx
-from headrace.sync.entropy import DeltaStats, stats
+from headrace.sync.entropy import DeltaStats as DeltaStats
+from headrace.sync.entropy import stats as stats
 from headrace.sync.gaps import read_gaps, write_gaps
 from headrace.sync.streams import Reader, frame
-
-__all__ = [
-    "CHUNK_ELEMS",
-    "MODES",
-    "Changes",
-    "Chunk",
-    "DeltaStats",
-    "Mode",
-    "Pair",
-    "Undo",
-    "apply_chunk",
-    "decode_changes",
-    "decode_chunk",
-    "encode_chunk",
-    "encode_tensors",
-    "stats",
-    "undo",
-    "warm_up",
-]
 
 Mode = Literal["ctx", "xor", "set", "dense", "raw"]
 MODES: tuple[Mode, ...] = get_args(Mode)
