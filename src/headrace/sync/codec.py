@@ -9,8 +9,8 @@ raw     all new bits                                      no                    
 
 Every chunk carries xxh3-128 digests of its body, of the new bits and, where the body depends on them, of the old bits.
 A body is data from elsewhere: it is bounded by what its chunk declares, and whatever does not fit is a SyncError that
-names the tensor. float32 can travel, but nearly all of its elements change with each step (99.8 % measured, 2.7x at
-best): deliver the dtype that is served.
+names the tensor. float32 can travel, but nearly all of its elements change with each step (99.9 % on synthetic
+weights at lr 1e-6) and the delta is more than half of the weights: deliver the dtype that is served.
 """
 
 from __future__ import annotations
