@@ -161,7 +161,7 @@ class LiveGroup:
     @property
     def scored(self) -> tuple[float, ...]:
         """Rewards of the scored members, in order of members."""
-        return tuple(r for r in self.rewards if r is not None)
+        return tuple([r for r in self.rewards if r is not None])
 
     @property
     def oldest(self) -> int:

@@ -80,9 +80,11 @@ class Ledger:
             pairs = event.stale_tok_by_version
             by_version = group.tok_by_version
             if pairs:
+                left_tok = tok
                 for version, count in pairs:
                     by_version[version] = by_version.get(version, 0) + count
-                if sum(count for _, count in pairs) != tok or pairs[0][0] != oldest or pairs[-1][0] != newest:
+                    left_tok -= count
+                if left_tok or pairs[0][0] != oldest or pairs[-1][0] != newest:
                     raise FlowError(
                         f"{event}: tokens by version must ascend from {oldest} to {newest} and add up to {tok}"
                     )
