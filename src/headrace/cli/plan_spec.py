@@ -40,7 +40,7 @@ CHANGES = Annotated[
     typer.Option("--set", help="Change any setting: key=value in TOML; repeatable.", metavar="KEY=VALUE"),
 ]
 
-_KEYS = {
+KEYS = {
     "model": "model",
     "gpu": "cluster.gpu",
     "num_gpus": "cluster.num_gpus",
@@ -67,11 +67,11 @@ def read_spec(spec: Path | None, recipe: Path | None, flags: dict[str, Any], cha
     if spec is not None and recipe is not None:
         raise ConfigError(f"give a spec ({spec}) or --recipe {recipe}, not both")
     given = [
-        override(_KEYS[name], value) if isinstance(value, str) else f"{_KEYS[name]}={value}"
+        override(KEYS[name], value) if isinstance(value, str) else f"{KEYS[name]}={value}"
         for name, value in flags.items()
         if value is not None
     ]
-    places = {_KEYS[name]: f"--{name.replace('_', '-')}" for name, value in flags.items() if value is not None}
+    places = {KEYS[name]: f"--{name.replace('_', '-')}" for name, value in flags.items() if value is not None}
     if recipe is None:
         if spec is None and flags.get("model") is None:
             raise ConfigError(

@@ -237,7 +237,12 @@ _POSITIVE = frozenset(
 
 def weakest(facts: Iterable[Fact]) -> Grade:
     """The worst grade of all: measured, fitted, spec, guess."""
-    return max((fact.grade for fact in facts), key=_GRADES.index, default="guess")
+    return weakest_grade(fact.grade for fact in facts)
+
+
+def weakest_grade(grades: Iterable[Grade]) -> Grade:
+    """The worst of some grades; guess if there are none."""
+    return max(grades, key=_GRADES.index, default="guess")
 
 
 def builtin() -> Constants:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, pairwise
 from pathlib import Path
 from statistics import median
 
@@ -29,40 +29,46 @@ MIN_STEPS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunMeasurement:
-    """One run's laws. Decode: step_s = base_s + per_request_s * b + per_context_tok_s * S (see cost.DecodeTable)."""
+    """What one run showed, not yet fitted: `calibrate` fits several runs together."""
 
     run: str
     generator_threads: int
     trainer_threads: int
-    base_s: float
-    per_request_s: float
-    per_context_tok_s: float
-    prefill_fixed_s: float
-    prefill_s_per_tok: float
-    train_fixed_s: float
-    train_s_per_tok: float
-    """Per prompt or response token of the batch's samples."""
+    decode_points: tuple[tuple[int, int, float, float], ...]
+    """(running requests, steps, mean sum of contexts in tokens, median seconds of a step)."""
+    prefill_points: tuple[tuple[int, float], ...]
+    """(prompt tokens, seconds)."""
+    batch_points: tuple[tuple[int, float], ...]
+    """(prompt and response tokens of a batch, seconds of training)."""
     publish_s: float
     transfer_s: float
     """From published to swapped, the pause left out."""
     pause_s: float
-    batch_points: tuple[tuple[int, float], ...]
-    """(tokens of the batch, seconds of training): several runs are fitted together."""
     prompt_tok: float
     response_tok: float
-    response_cap_tok: int
-    """Longest response seen."""
+    response_max_tok: int
     sigma: float
+    """Standard deviation of the logarithm of response lengths."""
     sigma_within: float
+    """The same inside groups."""
     zero_signal_frac: float
-    decode_error_frac: float
-    """Mean absolute error of the decode law on its own points."""
+    step_s: tuple[float, ...]
+    """Wall time of each step after the warm-up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """Coefficients of a law, all >= 0, and its mean absolute relative error on the points it was fitted to."""
+
+    coefficients: tuple[float, ...]
+    error_frac: float
 
 
 def measure_run(folder: Path) -> RunMeasurement:
-    """Fit the laws of one finished run. Raises DataError that says what is missing."""
+    """Read one finished run. Raises DataError that says what is missing."""
     records = read_log(folder)
-    steps = [r for r in records if isinstance(r, StepRecord)][WARM_UP_STEPS:]
+    every_step = [r for r in records if isinstance(r, StepRecord)]
+    steps = every_step[WARM_UP_STEPS:]
     profile = next((r for r in reversed(records) if isinstance(r, ProfileRecord)), None)
     summary = next((r for r in reversed(records) if isinstance(r, RunSummary)), None)
     if profile is None or summary is None:
@@ -73,13 +79,8 @@ def measure_run(folder: Path) -> RunMeasurement:
         )
     if not profile.decode or not steps[0].batch_tok:
         raise DataError(f"{folder}: its engine did not measure its steps, or its log names no batch tokens")
-    base_s, per_request_s, per_context_tok_s, error = _decode_law(profile.decode)
-    prefill_fixed_s, prefill_s_per_tok = _line([(float(tok), s) for tok, s in profile.prefill])
-    points = tuple((step.batch_tok, step.train_s) for step in steps)
-    train_fixed_s, train_s_per_tok = _line([(float(tok), s) for tok, s in points])
     lengths = group_lengths(folder)
     sigma, within = _spread(lengths)
-    response_tok = float(np.mean([n for group in lengths for n in group]))
     trained = sum(step.trained_tok for step in steps)
     samples = sum(step.trained_tok / max(1.0, step.response_tok_mean) for step in steps)
     filtered, ended = summary.groups.get("filtered_zero_signal", 0), sum(summary.groups.values())
@@ -87,24 +88,19 @@ def measure_run(folder: Path) -> RunMeasurement:
         run=str(folder),
         generator_threads=profile.generator_threads,
         trainer_threads=profile.trainer_threads,
-        base_s=base_s,
-        per_request_s=per_request_s,
-        per_context_tok_s=per_context_tok_s,
-        prefill_fixed_s=prefill_fixed_s,
-        prefill_s_per_tok=prefill_s_per_tok,
-        train_fixed_s=train_fixed_s,
-        train_s_per_tok=train_s_per_tok,
+        decode_points=profile.decode,
+        prefill_points=profile.prefill,
+        batch_points=tuple((step.batch_tok, step.train_s) for step in steps),
         publish_s=median(step.publish_s for step in steps),
         transfer_s=max(0.0, median(step.land_s - step.pause_s for step in steps)),
         pause_s=median(step.pause_s for step in steps),
-        batch_points=points,
         prompt_tok=(sum(step.batch_tok for step in steps) - trained) / max(1.0, samples),
-        response_tok=response_tok,
-        response_cap_tok=max(n for group in lengths for n in group),
+        response_tok=float(np.mean([n for group in lengths for n in group])),
+        response_max_tok=max(n for group in lengths for n in group),
         sigma=sigma,
         sigma_within=within,
         zero_signal_frac=filtered / max(1, ended),
-        decode_error_frac=error,
+        step_s=tuple(b.time_s - a.time_s for a, b in pairwise(every_step[WARM_UP_STEPS - 1 :])),
     )
 
 
@@ -125,38 +121,27 @@ def group_lengths(folder: Path) -> list[list[int]]:
     return list(groups.values())
 
 
-def fit_batches(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """(fixed seconds, seconds per token) of the trainer from the batches of one or several runs."""
-    return _line([(float(tok), s) for tok, s in points])
-
-
-def _decode_law(points: Sequence[tuple[int, int, float, float]]) -> tuple[float, float, float, float]:
-    """Non-negative least squares of relative errors on (1, b, S); also the mean absolute relative error."""
-    counts = np.array([p[1] for p in points], float)
+def fit_decode(points: Sequence[tuple[int, int, float, float]]) -> Fit:
+    """step_s = base_s + per_request_s * b + per_context_tok_s * S, weighted by steps (see cost.DecodeTable)."""
     columns = np.array([(1.0, p[0], p[2]) for p in points])
-    seconds = np.array([p[3] for p in points])
-    weights = np.sqrt(counts) / seconds
-    law = _non_negative(columns * weights[:, None], seconds * weights)
+    return _fit(columns, np.array([p[3] for p in points]), np.array([p[1] for p in points], float))
+
+
+def fit_line(points: Sequence[tuple[int, float]]) -> Fit:
+    """seconds = fixed_s + s_per_tok * tok; robust: a second round leaves out the worst tenth."""
+    columns = np.array([(1.0, tok) for tok, _ in points], float)
+    seconds = np.array([s for _, s in points])
+    law = np.array(_fit(columns, seconds, np.ones(len(points))).coefficients)
+    kept = np.argsort(np.abs(columns @ law / seconds - 1.0), kind="stable")[: max(2, int(0.9 * len(points)))]
+    return _fit(columns[kept], seconds[kept], np.ones(len(kept)))
+
+
+def _fit(columns: NDArray[np.float64], seconds: NDArray[np.float64], weights: NDArray[np.float64]) -> Fit:
+    """Least squared relative error."""
+    scale = np.sqrt(weights) / seconds
+    law = _non_negative(columns * scale[:, None], seconds * scale)
     error = np.abs(columns @ law / seconds - 1.0)
-    return float(law[0]), float(law[1]), float(law[2]), float(np.average(error, weights=counts))
-
-
-def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """(fixed, slope) >= 0 with least squared relative error, robust to a few outliers: two rounds, the second without
-    the worst tenth. (0, 0) without points."""
-    kept = [(x, y) for x, y in points if y > 0]
-    law = np.zeros(2)
-    for keep_frac in (1.0, 0.9):
-        if not kept:
-            break
-        x = np.array([p[0] for p in kept])
-        y = np.array([p[1] for p in kept])
-        columns = np.stack([np.ones_like(x), x], axis=1)
-        law = _non_negative(columns / y[:, None], np.ones_like(y))
-        residual = np.abs(columns @ law / y - 1.0)
-        order = np.argsort(residual, kind="stable")[: max(2, int(keep_frac * len(kept)))]
-        kept = [kept[i] for i in sorted(order.tolist())]
-    return float(law[0]), float(law[1])
+    return Fit(coefficients=tuple(law.tolist()), error_frac=float(np.average(error, weights=weights)))
 
 
 def _non_negative(columns: NDArray[np.float64], target: NDArray[np.float64]) -> NDArray[np.float64]:
