@@ -45,6 +45,8 @@ class Staged:
     """A version that is ready to be scattered."""
 
     head: Head
+    basis: str | None
+    """Digest of the version held when it was staged; the patches fit no other."""
     table: Table
     patches: tuple[Patch, ...]
     report: SyncReport
@@ -176,6 +178,8 @@ class Receiver:
 
         On SyncError it goes on as it was, or is FENCED and stays paused.
         """
+        if staged.basis != self.digest:
+            raise SyncError(f"version {staged.head.version} was staged on {staged.basis}, {self.digest} is held now")
         held = self._hold(staged.table)
         if self._journal is not None:
             self._journal.begin(staged.patches)
@@ -311,7 +315,7 @@ class Receiver:
             back=self._undo if before is not None else {},
             limit_bytes=self._stage_limit_bytes,
         )
-        self._since_audit += 1
+        self._since_audit += trusted is not None
         if trusted is not None and self._since_audit >= self._verify_every:
             drift = first_drift(trusted, held, skip={(patch.tensor, patch.start) for patch in patches})
             if drift is not None:
@@ -327,7 +331,7 @@ class Receiver:
             get_s=fetched_s - begun_s,
             decode_s=self._clock.now() - fetched_s,
         )
-        return Staged(head=head, table=after, patches=tuple(patches), report=report)
+        return Staged(head=head, basis=self.digest, table=after, patches=tuple(patches), report=report)
 
     def _hold(self, table: Table) -> dict[str, Bits]:
         return hold(self._target.arrays(), table, partial=self._partial)
