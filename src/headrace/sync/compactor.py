@@ -94,27 +94,34 @@ class Compactor:
         ]
         return [self.squash(*pair) for pair in due if pair not in have]
 
-    def collect(self, *, keep_versions: int = 64, grace_s: float = 3600.0, skew_s: float = 60.0) -> Collected:
+    def collect(
+        self, *, keep_versions: int = 64, grace_s: float = 3600.0, skew_s: float = 60.0, dry_run: bool = False
+    ) -> Collected:
         """Drop old ways from the catalog, then delete objects that nothing names.
 
         Stay: what leads to one of the newest `keep_versions` labels; the newest keyframe and all after it; whatever a
         live lease names; objects younger than `grace_s` (a publisher may be about to name them). Ages and leases are
-        measured by the store's clock alone, with `skew_s` of tolerance. Raises SyncError.
+        measured by the store's clock alone, with `skew_s` of tolerance. `dry_run` only counts. Raises SyncError.
         """
         now_s = self._store.now_s()
-        edges = self._trim(keep_versions)
+        dropped = 0 if dry_run else self._trim(keep_versions)
         head = self._head()
         catalog = read_catalog(self._store, head)
+        kept = catalog.edges
+        if dry_run:
+            kept = _kept(head, catalog, keep_versions)
+            dropped = len(catalog.edges) - len(kept)
         live = {head.catalog, head.manifest}
-        for edge in catalog.edges:
+        for edge in kept:
             live.update((edge.manifest, *edge.packs))
         live |= leased(self._store, now_s=now_s, skew_s=skew_s)
         count, size = 0, 0
         for stored in self._store.list("objects"):
             if stored.key not in live and stored.modified_s < now_s - grace_s - skew_s:
-                self._store.delete(stored.key)
+                if not dry_run:
+                    self._store.delete(stored.key)
                 count, size = count + 1, size + stored.size
-        return Collected(edges=edges, objects=count, bytes=size)
+        return Collected(edges=dropped, objects=count, bytes=size)
 
     # --- parts
 
@@ -150,14 +157,7 @@ class Compactor:
         self._replace(added)
 
     def _trim(self, keep_versions: int) -> int:
-        def kept(head: Head, catalog: Catalog) -> tuple[Edge, ...]:
-            bases = [i for i, edge in enumerate(catalog.edges) if edge.source is None]
-            newest = bases[-1] if bases else 0
-            needed = catalog.edges[newest].version if bases else 0
-            floor = min(head.version - keep_versions, needed)
-            return tuple(e for i, e in enumerate(catalog.edges) if i == newest or e.version > floor)
-
-        return self._replace(kept)
+        return self._replace(lambda head, catalog: _kept(head, catalog, keep_versions))
 
     def _build(
         self, path: Sequence[Edge], table: Table | None, held: dict[str, Bits] | None
@@ -213,6 +213,14 @@ class Compactor:
         )
         key = self._store.put_object(manifest.to_bytes(), "json")
         return edge_of(manifest, key, source=before.digest, span=span)
+
+
+def _kept(head: Head, catalog: Catalog, keep_versions: int) -> tuple[Edge, ...]:
+    bases = [i for i, edge in enumerate(catalog.edges) if edge.source is None]
+    newest = bases[-1] if bases else 0
+    needed = catalog.edges[newest].version if bases else 0
+    floor = min(head.version - keep_versions, needed)
+    return tuple(e for i, e in enumerate(catalog.edges) if i == newest or e.version > floor)
 
 
 def main_chain(catalog: Catalog) -> list[str]:

@@ -50,24 +50,29 @@ def write_packs(
     for chunk in sorted(chunks, key=lambda c: (c.tensor, c.start)):
         if body and len(body) + len(chunk.body) > pack_bytes:
             close()
-        entry = ChunkEntry(
-            tensor=chunk.tensor,
-            start=chunk.start,
-            elems=chunk.elems,
-            changed=chunk.changed,
-            mode=chunk.mode,
-            pack=len(packs),
-            offset=len(body),
-            size=len(chunk.body),
-            body=chunk.body_digest,
-            old=chunk.old_digest or None,
-            new=chunk.new_digest,
-        )
+        entry = entry_of(chunk, pack=len(packs), offset=len(body))
         body += chunk.body
         entries.append(entry)
     if body:
         close()
     return tuple(packs), tuple(entries)
+
+
+def entry_of(chunk: Chunk, *, pack: int, offset: int) -> ChunkEntry:
+    """A chunk as a line of a manifest, with where its body lies."""
+    return ChunkEntry(
+        tensor=chunk.tensor,
+        start=chunk.start,
+        elems=chunk.elems,
+        changed=chunk.changed,
+        mode=chunk.mode,
+        pack=pack,
+        offset=offset,
+        size=len(chunk.body),
+        body=chunk.body_digest,
+        old=chunk.old_digest or None,
+        new=chunk.new_digest,
+    )
 
 
 class PackReader:

@@ -243,10 +243,11 @@ def report_of(head: Head, after: Table, steps: Iterable[Step], patches: Iterable
         for chunk in step.manifest.chunks:
             sums[chunk.mode] = sums.get(chunk.mode, 0) + len(step.bodies.get((chunk.tensor, chunk.start), b""))
         limit_bytes += step.manifest.limit_bytes if isinstance(step.manifest, DeltaManifest) else 0.0
+    changed = {(after.owner(patch.tensor), patch.start): patch.changed for patch in patches}
     return SyncReport(
         version=head.version,
         digest=after.digest,
-        density=sum(patch.changed for patch in patches) / max(1, elements(after.specs.values())),
+        density=sum(changed.values()) / max(1, elements(after.specs.values())),
         full_bytes=sum(spec.elems * item_bytes(spec.dtype) for spec in after.specs.values()),
         bytes_by_mode=dict(sorted(sums.items())),
         limit_bytes=limit_bytes,

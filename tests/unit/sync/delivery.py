@@ -200,3 +200,9 @@ class World:
 def object_with(data: bytes) -> str:
     """Key of a pack with this content."""
     return object_key(data, "pack")
+
+
+def copied_arrays(arrays: Arrays) -> Arrays:
+    """Other memory with the same content; what was tied still is."""
+    copies: dict[int, NDArray[Any]] = {}
+    return {name: copies.setdefault(id(array), array.copy()) for name, array in arrays.items()}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from delivery import BF16, RUN, Arrays, Engine, World
+from delivery import BF16, RUN, Arrays, Engine, World, copied_arrays
 
 from headrace.errors import SyncError
 from headrace.sync.catalog import HEAD_KEY, read_catalog, read_head
@@ -82,7 +82,7 @@ def test_fault_18_restart_with_the_same_digest_continues(tmp_path: Path) -> None
     receiver.sync()
     frames = world.keyframes()
     world.publisher = world.new_publisher()
-    report = world.publisher.start(copied(at), version=2)
+    report = world.publisher.start(copied_arrays(at), version=2)
     assert report.body_bytes == 0, "nothing travels: the chain goes on"
     assert world.keyframes() == frames
     head = read_head(world.store)
@@ -96,15 +96,9 @@ def test_fault_18_restart_with_the_same_digest_continues(tmp_path: Path) -> None
     assert engine.holds(new)
 
 
-def copied(arrays: Arrays) -> Arrays:
-    """Other memory with the same content; what was tied still is."""
-    copies: dict[int, Arrays] = {}
-    return {name: copies.setdefault(id(array), {"": array.copy()})[""] for name, array in arrays.items()}
-
-
 def test_fault_19_fork_from_an_older_checkpoint(tmp_path: Path) -> None:
     world = World(tmp_path)
-    checkpoint = copied(world.model.served())
+    checkpoint = copied_arrays(world.model.served())
     engine, receiver = world.joined()
     world.publish()
     receiver.sync()
