@@ -7,10 +7,13 @@ from typing import Annotated
 
 import typer
 
+from headrace.cli.calibrate import calibrate
 from headrace.cli.evaluate import evaluate
 from headrace.cli.models import models
+from headrace.cli.plan import plan
 from headrace.cli.report import report
 from headrace.cli.runs import runs
+from headrace.cli.simulate import simulate
 from headrace.cli.train import train
 
 app = typer.Typer(
@@ -21,6 +24,9 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.add_typer(plan, name="plan")
+app.command("simulate")(simulate)
+app.command("calibrate")(calibrate)
 app.command("train")(train)
 app.command("eval")(evaluate)
 app.command("report")(report)

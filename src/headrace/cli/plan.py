@@ -124,13 +124,13 @@ def compare(
       headrace plan compare plan.json runs/quickstart-20260101-120000
     """
     from headrace.cli.console import out
-    from headrace.cli.plan_compare import column_of
-    from headrace.cli.plan_view import print_comparison
+    from headrace.cli.plan_compare import side_of
+    from headrace.cli.plan_tables import print_comparison
     from headrace.errors import ConfigError
 
     if len(what) < 2:
         raise ConfigError(f"there is nothing to compare {what[0]} with; name two or more specs, plans or runs")
-    print_comparison(out(), [column_of(name, calibration) for name in what])
+    print_comparison(out(), [side_of(name, calibration) for name in what])
 
 
 @plan.command("fixtures")
@@ -147,27 +147,29 @@ def fixtures(as_json: AS_JSON = False) -> None:
     if as_json:
         typer.echo(rows_json(rows))
         return
-    from headrace.cli.plan_view import print_scoreboard
+    from headrace.cli.plan_tables import print_scoreboard
 
     print_scoreboard(out(), rows)
 
 
 @plan.command("chips")
-def chips() -> None:
+def list_chips() -> None:
     """The chips that --gpu knows, with memory, bandwidth, price and source."""
     from headrace.cli.console import out
-    from headrace.cli.plan_view import print_chips
+    from headrace.cli.plan_tables import print_chips
+    from headrace.planner.hardware import chips
 
-    print_chips(out())
+    print_chips(out(), chips())
 
 
 @plan.command("models")
-def models() -> None:
+def list_models() -> None:
     """The models that --model knows; a path to any config.json works too."""
     from headrace.cli.console import out
-    from headrace.cli.plan_view import print_models
+    from headrace.cli.plan_tables import print_models
+    from headrace.planner.models import model, models
 
-    print_models(out())
+    print_models(out(), [(entry, model(entry.name)) for entry in models()])
 
 
 def _given(local: dict[str, Any]) -> dict[str, Any]:

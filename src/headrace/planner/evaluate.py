@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from headrace.planner.assemble import CostBook, parts
 from headrace.planner.closed import Estimate
+from headrace.planner.constants import Constants
 from headrace.planner.cost import EngineCost, HandOffCost, TrainerCost
 from headrace.planner.draws import Draws
 from headrace.planner.estimate import HAND_OFF_SHARE, Estimator
@@ -16,7 +17,9 @@ from headrace.planner.facts import Grade
 from headrace.planner.memory import MemoryFit
 from headrace.planner.outcome import Metrics
 from headrace.planner.setting import Setting
+from headrace.planner.sim_trace import Trace
 from headrace.planner.simulate import simulate
+from headrace.planner.spec import PlanSpec
 
 ERROR_OF_GRADE: dict[Grade, float] = {"measured": 0.08, "fitted": 0.20, "spec": 0.35, "guess": 0.35}
 """Relative error (one standard deviation) of a step's time by the grade of what it rests on. fitted: 20 % of a
@@ -74,12 +77,19 @@ class Evaluated:
 
 
 def evaluate(
-    book: CostBook, estimator: Estimator, setting: Setting, estimate: Estimate, draws: Draws, *, steps: int
+    book: CostBook,
+    estimator: Estimator,
+    setting: Setting,
+    estimate: Estimate,
+    draws: Draws,
+    *,
+    steps: int,
+    trace: Trace | None = None,
 ) -> Evaluated:
     """Simulate `steps` batches, a third of them as warm-up. Raises PlanError where a rollout does not fit."""
     spec = book.spec
     warm_up = max(1, min(steps // 3, setting.max_lag_steps + 2)) if steps > 1 else 0
-    metrics = simulate(parts(book, setting), draws, steps=steps, warm_up=warm_up, seed=spec.seed)
+    metrics = simulate(parts(book, setting), draws, steps=steps, warm_up=warm_up, seed=spec.seed, trace=trace)
     usd_per_s = book.usd_per_s(setting)
     step_s = metrics.step_s_mean
     error = relative_error(calibration_error(book), metrics.step_s, spec.steps)
@@ -102,6 +112,16 @@ def evaluate(
         error_frac=error,
         binding=binding_of(estimator, setting, estimate, metrics),
     )
+
+
+def evaluate_setting(
+    spec: PlanSpec, setting: Setting, constants: Constants, *, steps: int, trace: Trace | None = None
+) -> Evaluated:
+    """One setting of `spec` by itself. Raises PlanError where the spec or the setting cannot work."""
+    book = CostBook(spec, constants)
+    estimator = Estimator(book)
+    (estimate,) = estimator.all([setting])
+    return evaluate(book, estimator, setting, estimate, book.draws(), steps=steps, trace=trace)
 
 
 def calibration_error(book: CostBook) -> float:
