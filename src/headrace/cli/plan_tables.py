@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
@@ -13,15 +14,16 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.cli.fitted_table import Cells, fitted_table, plain_table
-from headrace.planner.hardware import Chip
-from headrace.planner.model_reader import ModelShape
-from headrace.planner.models import ModelEntry
+from headrace.planner.hardware import Chip, chips
+from headrace.planner.models import model, models
 from headrace.planner.outcome import Metrics
 from headrace.planner.plan_table import gain, significant, usd
-from headrace.planner.scoreboard import Score
 from headrace.telemetry.format import count, duration, percent, sparkline
 from headrace.telemetry.panels import ACCENT, share_bar, share_legend
 from headrace.telemetry.summary import GENERATOR_NAMES, TRAINER_NAMES
+
+if TYPE_CHECKING:
+    from headrace.planner.scoreboard import Score
 
 WIDTH_MAX = 100
 LABEL_WIDTH = 12
@@ -265,51 +267,53 @@ def _error(share: float | None) -> str:
 # ---- tables of facts -------------------------------------------------------------------------------------------------
 
 
-def print_chips(console: Console, chips: Sequence[Chip]) -> None:
+def print_chips(console: Console) -> None:
     """Print the chips with dense peaks, memory, links one way and price, then where the figures come from."""
 
     def peak(chip: Chip, precision: str) -> str:
         flops = chip.flops_per_s.get(precision)
         return "" if flops is None else significant(flops / 1e12)
 
+    known = chips()
     columns = [
-        Cells("chip", [c.name for c in chips], 0, words=True),
-        Cells("", [c.title for c in chips], 9, words=True),
-        Cells("bf16 TFLOP/s", [peak(c, "bf16") for c in chips], 1),
-        Cells("fp8", [peak(c, "fp8") for c in chips], 7),
-        Cells("GB", [f"{c.hbm_bytes / 1e9:.0f}" for c in chips], 2),
-        Cells("TB/s", [significant(c.hbm_bytes_per_s / 1e12) for c in chips], 3),
-        Cells("link GB/s", [significant(c.scale_up_bytes_per_s / 1e9) for c in chips], 6),
-        Cells("domain", [str(c.scale_up_chips) for c in chips], 8),
-        Cells("$/h", [usd(c.usd_per_h.value) for c in chips], 4),
-        Cells("priced", [c.usd_per_h.date for c in chips], 5),
-        Cells("price is", [c.usd_per_h.grade for c in chips], 10, words=True),
+        Cells("chip", [c.name for c in known], 0, words=True),
+        Cells("", [c.title for c in known], 9, words=True),
+        Cells("bf16 TFLOP/s", [peak(c, "bf16") for c in known], 1),
+        Cells("fp8", [peak(c, "fp8") for c in known], 7),
+        Cells("GB", [f"{c.hbm_bytes / 1e9:.0f}" for c in known], 2),
+        Cells("TB/s", [significant(c.hbm_bytes_per_s / 1e12) for c in known], 3),
+        Cells("link GB/s", [significant(c.scale_up_bytes_per_s / 1e9) for c in known], 6),
+        Cells("domain", [str(c.scale_up_chips) for c in known], 8),
+        Cells("$/h", [usd(c.usd_per_h.value) for c in known], 4),
+        Cells("priced", [c.usd_per_h.date for c in known], 5),
+        Cells("price is", [c.usd_per_h.grade for c in known], 10, words=True),
     ]
-    console.print(fitted_table(columns, console.width, [""] * len(chips)))
+    console.print(fitted_table(columns, console.width, [""] * len(known)))
     facts = [
         (f"{c.name} price" if key == "usd_per_h" else c.name, fact.source, fact.date)
-        for c in chips
+        for c in known
         for key, fact in c.facts.items()
     ]
     console.print(_sources(facts))
 
 
-def print_models(console: Console, models: Sequence[tuple[ModelEntry, ModelShape]]) -> None:
+def print_models(console: Console) -> None:
     """Print the models with their sizes and KV entries, then where their shapes come from."""
-    shapes = [shape for _, shape in models]
+    entries = models()
+    shapes = [model(entry.name) for entry in entries]
     columns = [
-        Cells("model", [entry.name for entry, _ in models], 0, words=True),
-        Cells("published as", [entry.title for entry, _ in models], 7, words=True),
+        Cells("model", [entry.name for entry in entries], 0, words=True),
+        Cells("published as", [entry.title for entry in entries], 7, words=True),
         Cells("params", [_params(s.params) for s in shapes], 1),
         Cells("active", [_params(s.active_params) for s in shapes], 2),
         Cells("layers", [str(s.layers) for s in shapes], 5),
         Cells("hidden", [str(s.hidden) for s in shapes], 6),
         Cells("experts", [f"{s.experts_per_tok}/{s.experts}" if s.is_moe else "" for s in shapes], 4),
         Cells("KV MB/1k tok", [significant((s.kv_bytes(2000) - s.kv_bytes(1000)) / 1e6) for s in shapes], 3),
-        Cells("shape is", [entry.grade for entry, _ in models], 8, words=True),
+        Cells("shape is", [entry.grade for entry in entries], 8, words=True),
     ]
-    console.print(fitted_table(columns, console.width, [""] * len(models)))
-    console.print(_sources((entry.name, entry.source, entry.date) for entry, _ in models))
+    console.print(fitted_table(columns, console.width, [""] * len(entries)))
+    console.print(_sources((entry.name, entry.source, entry.date) for entry in entries))
 
 
 def _params(number: float) -> str:
