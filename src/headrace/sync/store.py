@@ -32,7 +32,7 @@ class _EndedEarly(OSError):
     """An object is shorter than what was asked of it."""
 
 
-def object_key(data: bytes, kind: str) -> str:
+def object_key(data: bytes | memoryview, kind: str) -> str:
     """Name of an object by its content; `kind` is "pack" or "json"."""
     return f"objects/{blake3(data).hexdigest()}.{kind}"
 
