@@ -44,7 +44,6 @@ class Engine:
         "_pause_due_s",
         "_prefill_due_s",
         "_prompts",
-        "_serial",
         "_versions",
         "b",
         "capacity_tok",
@@ -69,6 +68,7 @@ class Engine:
         "queued_s",
         "running",
         "running_s",
+        "seats",
         "time_s",
         "when_s",
     )
@@ -124,7 +124,8 @@ class Engine:
         """Integral of the queue's length, but for those that still wait: add their number x `time_s`."""
         self._heap: list[tuple[int, int]] = []
         """(counter at the end, serial)"""
-        self._serial = 0
+        self.seats = 0
+        """Sequences that have joined so far."""
         self._prompts: dict[int, int] = {}
         """ordinal of a group -> its sequences here that share the prompt's KV entries"""
         self._versions: list[tuple[int, int]] = [(0, version)]
@@ -176,9 +177,23 @@ class Engine:
         heap, running, now_tok = self._heap, self.running, self.decoded_tok
         while heap and heap[0][0] <= now_tok:
             rollout = running.get(heappop(heap)[1])
-            if rollout is not None:
-                self.leave(rollout, park=self._keep_kv and rollout.episode is not None and rollout.has_more_turns)
-                ended.append(rollout)
+            if rollout is None:
+                continue
+            ended.append(rollout)
+            from_tok = rollout.from_tok
+            if rollout.episode is not None or rollout.pairs or from_tok < self._versions[-1][0]:
+                self.leave(rollout, park=self._keep_kv and rollout.has_more_turns)
+                continue
+            # `leave`, for the most frequent kind: one call from begin to end under one version.
+            del running[rollout.serial]
+            rollout.place = "outside"
+            tok = now_tok - from_tok
+            rollout.pairs = ((self._versions[-1][1], tok),)
+            rollout.sampled_tok = tok
+            rollout.context_tok = context_tok = rollout.context_tok + tok
+            self.b -= 1
+            self.context_tok -= context_tok
+            self._free(rollout)
         if not ended:
             self._make_room()
         return ended
@@ -251,12 +266,13 @@ class Engine:
     def add(self, rollout: SimRollout) -> None:
         """A sequence comes: it joins, or queues behind those that wait."""
         rollout.engine = self
-        b = self.b
-        # Most often it fits even if it shared nothing; the exact answer costs more.
-        fits = b < self._max_running and self.kv_tok + rollout.context_tok + b < self.capacity_tok
-        if not self.queue and (fits or self._fits(rollout)):
-            self._join(rollout)
-            return
+        if not self.queue:
+            b = self.b
+            # Most often it fits even if it shares nothing; the exact answer costs more.
+            fits = b < self._max_running and self.kv_tok + rollout.context_tok + b < self.capacity_tok
+            if fits or self._fits(rollout):
+                self._join(rollout)
+                return
         rollout.place = "queued"
         self.queue.append(rollout)
         self.queued_s -= self.time_s
@@ -314,7 +330,7 @@ class Engine:
                     self._prefill_due_s += group.prefill_s
         if self.kv_tok > self.kv_peak_tok:
             self.kv_peak_tok = self.kv_tok
-        serial = self._serial = self._serial + 1
+        serial = self.seats = self.seats + 1
         rollout.serial = serial
         rollout.place = "running"
         rollout.from_tok = now_tok = self.decoded_tok
@@ -346,13 +362,12 @@ class Engine:
 
     def _free(self, rollout: SimRollout) -> None:
         """Its KV entries are gone (those of the prompt with the last one that shares them)."""
-        ordinal = rollout.group.ordinal
-        kv_tok = rollout.context_tok - rollout.uncached_tok
-        sharing = self._prompts.pop(ordinal) - 1
-        if sharing:
-            self._prompts[ordinal] = sharing
-            kv_tok -= rollout.group.prompt_tok
-        self.kv_tok -= kv_tok
+        group, prompts = rollout.group, self._prompts
+        sharing = prompts.pop(group.ordinal)
+        if sharing > 1:
+            prompts[group.ordinal] = sharing - 1
+            self.kv_tok += group.prompt_tok
+        self.kv_tok -= rollout.context_tok - rollout.uncached_tok
 
     def remove(self, rollout: SimRollout) -> None:
         """A rollout ends early, wherever it is here."""

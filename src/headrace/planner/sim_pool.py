@@ -143,8 +143,9 @@ class Pool:
             group.rollouts[member] = rollout
         else:
             group.rollouts.append(rollout)
-        episode = self._draws.episode(group.ordinal, member, attempt)
+        episode = None if group.plain else self._draws.episode(group.ordinal, member, attempt)
         if episode is None:
+            group.plain = True
             if group.prompt_tok + tok > self._capacity_tok:
                 check_fits(group, tok, 0, self._capacity_tok)
             self._generate(rollout)
@@ -166,7 +167,8 @@ class Pool:
         assert rollout.episode is not None
         self._go_outside(rollout, rollout.episode.start_s, self._generate)
 
-    def _leave_sandbox(self) -> None:
+    def leave_sandbox(self) -> None:
+        """A rollout with an episode ended; the next one may have its sandbox."""
         self._free_sandboxes += 1
         if self._for_sandbox:
             self.tally.waiting -= 1
@@ -186,7 +188,7 @@ class Pool:
         self.tally.outside -= 1
         self.tally.outside_s += self._line.now_s
         if rollout.place == "ended":  # cancelled meanwhile: its sandbox was busy until now
-            self._leave_sandbox()
+            self.leave_sandbox()
         else:
             then(rollout)
 
@@ -194,11 +196,16 @@ class Pool:
         """The next model call: on the engine that keeps its KV entries, else on the least loaded one."""
         engine = rollout.engine
         loads = self._loads
-        if engine is None or not rollout.parked:
-            index = loads.index(min(loads))
+        if engine is not None and rollout.parked:
+            loads[engine.index] += 1
+        else:
+            least = min(loads)
+            index = loads.index(least)
+            loads[index] = least + 1
             engine = self.engines[index]
-        loads[engine.index] += 1
-        engine.advance(self._line.now_s)
+        now_s = self._line.now_s
+        if engine.time_s < now_s:
+            engine.advance(now_s)
         engine.add(rollout)
         if not engine.changed:
             engine.changed = True
@@ -216,7 +223,7 @@ class Pool:
             if rollout.episode is None:
                 self._ended(rollout, Outcome.OK)
             elif rollout.place == "ended":  # another end in this very decode step led to its group's cancellation
-                self._leave_sandbox()
+                self.leave_sandbox()
             else:
                 self._turn_ended(rollout)
 
@@ -242,12 +249,6 @@ class Pool:
     def _graded(self, rollout: SimRollout) -> None:
         self._ended(rollout, Outcome.OK)
 
-    def closed(self, rollout: SimRollout) -> None:
-        """A rollout was reported: its sandbox is free."""
-        rollout.place = "ended"
-        if rollout.episode is not None:
-            self._leave_sandbox()
-
     def cancel(self, rollout: SimRollout) -> None:
         """End it wherever it is. A tool or grader that has it goes on, and so does its sandbox until then."""
         engine, was = rollout.engine, rollout.place
@@ -263,7 +264,7 @@ class Pool:
             self.tally.waiting_s += self._line.now_s
         rollout.place = "ended"
         if was != "outside" and rollout.episode is not None:
-            self._leave_sandbox()
+            self.leave_sandbox()
 
     def settle(self) -> None:
         """Bring every engine's sums up to now."""

@@ -82,6 +82,7 @@ class SimGroup:
         "ended_s",
         "group_id",
         "ordinal",
+        "plain",
         "prefill_cost",
         "prefill_s",
         "prompt_tok",
@@ -111,6 +112,8 @@ class SimGroup:
         """Sum of their squares."""
         self.versions: list[tuple[int, int]] = []
         """(oldest, newest) version of each scored member."""
+        self.plain = False
+        """No member has an episode."""
         self.prefill_cost: object = None
         self.prefill_s = 0.0
         """Seconds of its prompt on engines with that cost: asked for once per member, computed once."""
@@ -190,6 +193,7 @@ def member_ended(
     The slots are set one by one: the constructor of a frozen dataclass alone takes a fifth of a simulation's time.
     """
     pairs = rollout.pairs
+    oldest, newest = (pairs[0][0], pairs[-1][0]) if pairs else (None, None)
     event = _new(MemberEnded)
     _set_time_s(event, time_s)
     _set_group_id(event, rollout.group.group_id)
@@ -198,8 +202,8 @@ def member_ended(
     _set_outcome(event, outcome)
     _set_reward(event, reward)
     _set_generated_tok(event, generated_tok)
-    _set_oldest_version(event, pairs[0][0] if pairs else None)
-    _set_newest_version(event, pairs[-1][0] if pairs else None)
+    _set_oldest_version(event, oldest)
+    _set_newest_version(event, newest)
     _set_pairs(event, pairs)
     return event
 

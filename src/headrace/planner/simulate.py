@@ -242,7 +242,9 @@ class Simulation:
             group.versions.append((pairs[0][0], pairs[-1][0]))
         if self.tally.measuring:
             self.tally.rollout_s.append(now_s - rollout.started_s)
-        self.pool.closed(rollout)
+        rollout.place = "ended"
+        if rollout.episode is not None:
+            self.pool.leave_sandbox()
         event = member_ended(now_s, rollout, outcome, reward, rollout.sampled_tok)
         decisions = self._handle(event)
         if self._trace is not None:
@@ -282,6 +284,8 @@ class Simulation:
             self.tally.taken(taken, groups, now_s)
         end_s = now_s + switch_s + train_s + parts.hand_off.publish_s
         if self._trace is not None:
+            lags = [taken.version - oldest for g in groups for oldest, _ in g.versions]
+            self._trace.counter(TRAINER, "lag", now_s, mean=sum(lags) / len(lags), max=max(lags))
             for group in groups:
                 self._trace.group_ended(group.group_id, now_s, "trained")
             self._trace.span(TRAINER, 0, "switch", now_s, now_s + switch_s)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from headrace.errors import PlanError
 from headrace.flow.events import MemberEnded, StartGroup, TakeBatch
 from headrace.planner.cost import HandOffCost
 from headrace.planner.sim_rollout import SimGroup, SimRollout, member_ended
+from headrace.planner.sim_trace import ENGINES, TRAINER
 from headrace.planner.simulate import Parts, Simulation, Trace, simulate
 from headrace.records import Outcome
 
@@ -391,6 +393,26 @@ def test_the_same_seed_gives_the_same_bytes(planned: tuple[Parts, FakeDraws]) ->
 def test_a_trace_changes_nothing() -> None:
     plan, draws = parts(flow(max_lag_steps=2), engines=2), FakeDraws(lognormal(60, 1.0), members=4)
     assert simulate(plan, draws, steps=8) == simulate(plan, draws, steps=8, trace=Trace())
+
+
+def test_the_trace_shows_who_was_busy_when(tmp_path: Path) -> None:
+    trace = Trace()
+    plan = parts(flow("sync"), engines=2, batch_s=2.0, hand_off=replace(FREE, publish_s=0.5, pause_s=0.25))
+    simulate(plan, FakeDraws(constant(100), members=4), steps=2, trace=trace)
+    trace.write(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    spans = [(e["name"], e["pid"], e["tid"], e["ts"] / 1e6, e["dur"] / 1e6) for e in events if e["ph"] == "X"]
+    assert spans[:4] == [
+        ("train", TRAINER, 0, 1.0, 2.0),
+        ("publish", TRAINER, 0, 3.0, 0.5),
+        ("swap", ENGINES, 0, 3.5, 0.25),
+        ("swap", ENGINES, 1, 3.5, 0.25),
+    ]
+    running = [(e["ts"] / 1e6, e["args"]["running"]) for e in events if e["name"] == "engine 1"]
+    assert running[:2] == [(0.0, 8), (1.0, 0)]
+    assert [e["args"] for e in events if e["name"] == "lag"] == [{"mean": 0.0, "max": 0}] * 2
+    groups = [(e["ph"], e["id"]) for e in events if e.get("cat") == "group"]
+    assert groups[:8] == [("b", f"g{i:06d}") for i in range(4)] + [("e", f"g{i:06d}") for i in range(4)]
 
 
 def test_twice_as_fast_takes_half_as_long_with_the_same_lag() -> None:
