@@ -20,6 +20,8 @@ plan = typer.Typer(
     help="Predict a run: the best split, step time, lag, waste and cost. `headrace plan --help` has examples.",
 )
 
+TIMELINE_STEPS = 6
+"""Optimizer steps in the page's timeline."""
 AS_JSON = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 
@@ -157,9 +159,8 @@ def list_chips() -> None:
     """The chips that --gpu knows, with memory, bandwidth, price and source."""
     from headrace.cli.console import out
     from headrace.cli.plan_tables import print_chips
-    from headrace.planner.hardware import chips
 
-    print_chips(out(), chips())
+    print_chips(out())
 
 
 @plan.command("models")
@@ -167,9 +168,8 @@ def list_models() -> None:
     """The models that --model knows; a path to any config.json works too."""
     from headrace.cli.console import out
     from headrace.cli.plan_tables import print_models
-    from headrace.planner.models import model, models
 
-    print_models(out(), [(entry, model(entry.name)) for entry in models()])
+    print_models(out())
 
 
 def _given(local: dict[str, Any]) -> dict[str, Any]:
@@ -191,12 +191,19 @@ def _planned(
 
 
 def _write_html(found: Plan, path: Path) -> None:
+    from headrace.cli.calibrate import calibrations_dir
     from headrace.cli.console import err
     from headrace.errors import ConfigError, boundary
+    from headrace.planner.calibrations import choose
+    from headrace.planner.evaluate import evaluate_setting
     from headrace.planner.page import write_page
+    from headrace.planner.sim_trace import Trace
 
+    trace = Trace()
+    constants = choose(found.spec, calibrations_dir())
+    evaluate_setting(found.spec, found.best.setting, constants, steps=TIMELINE_STEPS, trace=trace)
     with boundary(ConfigError, f"writing --html {path}"):
-        write_page(found, path)
+        write_page(found, path, trace=trace)
     err().print(f"page: {path}", style="dim", soft_wrap=True)
 
 

@@ -106,6 +106,8 @@ def sync_words(setting: Setting) -> str:
 
 
 def _idle(e: Evaluated) -> str:
+    if e.setting.colocated:  # the same chips: what the trainer "waits" for is their own generating
+        return f"{100 * e.metrics.generator_idle_frac:.0f}"
     return f"{100 * e.metrics.trainer_idle_frac:.0f}/{100 * e.metrics.generator_idle_frac:.0f}"
 
 
@@ -129,7 +131,7 @@ COLUMNS: tuple[Column, ...] = (
            text=lambda e: significant(e.metrics.samples_per_s), rank=2),
     Column(head="step s", name="step time p50/p99, seconds",
            text=lambda e: f"{significant(e.metrics.step_s_p50)}/{significant(e.metrics.step_s_p99)}", rank=3),
-    Column(head="idle %", name="idle trainer/generator, %", text=_idle, rank=5),
+    Column(head="idle %", name="idle trainer/generator (or all), %", text=_idle, rank=5),
     Column(head="lag", name="lag of trained tokens, mean/p99/max", text=_lag, rank=4),
     Column(head="waste", name="wasted tokens, of generated ones",
            text=lambda e: percent(e.metrics.wasted_frac, 1), rank=9),
