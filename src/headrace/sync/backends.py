@@ -224,6 +224,8 @@ class HttpBackend:
         if start or stop is not None:
             request.add_header("Range", f"bytes={start}-{'' if stop is None else stop - 1}")
         request.add_header("Accept-Encoding", "identity")
+        if not key.startswith("objects/"):  # objects never change, so any cache on the way may answer
+            request.add_header("Cache-Control", "no-cache")
         try:
             with urllib.request.urlopen(request, timeout=self._attempt_s) as response:
                 yield from self._blocks(response, start, stop)

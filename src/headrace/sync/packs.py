@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,6 +15,7 @@ from headrace.sync.store import Store
 from headrace.sync.version import MAX_DOCUMENT_BYTES, BaseManifest, ChunkEntry, DeltaManifest, PackRef, parse
 
 Manifest = DeltaManifest | BaseManifest
+_CONNECTIONS = 4
 _WHOLE_SHARE = 0.8
 """From this share of a pack on it is read whole: one request, and its name proves it."""
 
@@ -89,12 +91,11 @@ class PackReader:
         need = [0] * len(manifest.packs)
         for chunk in wanted:
             need[chunk.pack] += chunk.size
-        whole = {
-            index: self._whole(pack)
-            for index, pack in enumerate(manifest.packs)
-            if need[index] > _WHOLE_SHARE * pack.size
-        }
-        return {(chunk.tensor, chunk.start): self._body(manifest, chunk, whole) for chunk in wanted}
+        often = [index for index, pack in enumerate(manifest.packs) if need[index] > _WHOLE_SHARE * pack.size]
+        with ThreadPoolExecutor(_CONNECTIONS, thread_name_prefix="delta-get") as pool:
+            whole = dict(zip(often, pool.map(lambda index: self._whole(manifest.packs[index]), often), strict=True))
+            bodies = pool.map(lambda chunk: self._body(manifest, chunk, whole), wanted)
+            return {(chunk.tensor, chunk.start): body for chunk, body in zip(wanted, bodies, strict=True)}
 
     def keep_only(self, manifests: Iterable[Manifest]) -> None:
         """Drop other packs from the folder."""

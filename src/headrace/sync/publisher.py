@@ -148,7 +148,11 @@ class DeltaPublisher:
         """
         if self._baseline is None:
             raise SyncError("publish comes after start, which says what the first delta is measured against")
-        self._owned_head()
+        head = self._owned_head()
+        if version < head.version:
+            raise SyncError(
+                f"version {version} comes after version {head.version} of the same start: it cannot be lower"
+            )
         self._promote()
         baseline = self._baseline
         begun_s = self._clock.now()

@@ -74,13 +74,14 @@ class Receiver:
         journal: Journal | None = None,
         leases: Leases | None = None,
         partial: bool = False,
+        threads: int = 2,
         verify_every: int = 8,
         stage_limit_bytes: int | None = None,
         pause_limit_s: float | None = None,
         clock: Clock | None = None,
     ) -> None:
         """`cache`: folder for packs, shared by receivers on a host. `journal`: for targets that outlive the process.
-        `partial`: the target is one rank of several and holds only some tensors.
+        `partial`: the target is one rank of several and holds only some tensors. `threads`: for decoding.
         `verify_every`: updates between two hashes of *everything* held; what an update touches is always hashed.
         `pause_limit_s`: a target that has not paused by then keeps serving the old version."""
         self._store = store
@@ -90,6 +91,7 @@ class Receiver:
         self._journal = journal
         self._leases = leases
         self._partial = partial
+        self._threads = threads
         self._verify_every = verify_every
         self._stage_limit_bytes = stage_limit_bytes
         self._pause_limit_s = pause_limit_s
@@ -314,6 +316,7 @@ class Receiver:
             held_table=trusted,
             back=self._undo if before is not None else {},
             limit_bytes=self._stage_limit_bytes,
+            threads=self._threads,
         )
         self._since_audit += trusted is not None
         if trusted is not None and self._since_audit >= self._verify_every:

@@ -7,6 +7,7 @@ the way back costs as much as the way there and needs neither a reload nor a sec
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -154,6 +155,7 @@ def stage(
     held_table: Table | None,
     back: Mapping[Place, Patch],
     limit_bytes: int | None = None,
+    threads: int = 1,
 ) -> list[Patch]:
     """Fold a path, chunk by chunk, into patches against what is held now.
 
@@ -171,13 +173,23 @@ def stage(
                 queue.setdefault((name, chunk.start), []).append((step, chunk))
     patches = []
     used_bytes = sum(len(body) for step in steps for body in step.bodies.values())
-    for place, todo in sorted(queue.items(), key=lambda item: item[0]):
-        patch = _fold(place, todo, after=after, held=held[place[0]], table=held_table, back=back.get(place))
-        if patch is not None:
-            patches.append(patch)
-            used_bytes += patch.nbytes
-        if limit_bytes is not None and used_bytes > limit_bytes:
-            raise SyncError(f"staging takes more than the {limit_bytes} bytes of memory that it may use")
+
+    def fold(item: tuple[Place, list[tuple[Step, ChunkEntry]]]) -> Patch | None:
+        place, todo = item
+        return _fold(place, todo, after=after, held=held[place[0]], table=held_table, back=back.get(place))
+
+    with ThreadPoolExecutor(threads, thread_name_prefix="delta-stage") as pool:
+        waiting = [pool.submit(fold, item) for item in sorted(queue.items(), key=lambda item: item[0])]
+        try:
+            for future in waiting:
+                patch = future.result()
+                if patch is not None:
+                    patches.append(patch)
+                    used_bytes += patch.nbytes
+                if limit_bytes is not None and used_bytes > limit_bytes:
+                    raise SyncError(f"staging takes more than the {limit_bytes} bytes of memory that it may use")
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
     return patches
 
 

@@ -24,7 +24,7 @@ _KEY = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*(/[A-Za-z0-9_-][A-Za-z0-9_.-]*)*
 _HOPELESS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.ENAMETOOLONG}
 """Failures that no further try heals."""
 _FIRST_WAIT_S = 0.1
-_CLOCK_KEY = "clock"
+_CLOCK_FOLDER = "clock"
 _T = TypeVar("_T")
 
 
@@ -164,9 +164,10 @@ class Store:
 
     def now_s(self) -> float:
         """The time by the store's clock, which is the only one that lease and age are measured with."""
-        self.put(_CLOCK_KEY, b"")
-        for stored in self.list(""):
-            if stored.key == _CLOCK_KEY:
+        key = f"{_CLOCK_FOLDER}/now"
+        self.put(key, b"")
+        for stored in self.list(_CLOCK_FOLDER):
+            if stored.key == key:
                 return stored.modified_s
         raise SyncError(f"{self.url}: an object just written is not listed; the store's time is unknown")
 

@@ -48,6 +48,13 @@ def test_publish_comes_after_start(tmp_path: Path) -> None:
         world.new_publisher().publish(world.model.served(), version=1)
 
 
+def test_labels_do_not_fall(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.publish(2)
+    with pytest.raises(SyncError, match="version 1 comes after version 2"):
+        world.publisher.publish(world.model.served(), version=1)
+
+
 def test_keyframes_are_stored_but_not_pushed(tmp_path: Path) -> None:
     world = World(tmp_path, keyframe_every=2)
     engine, receiver = world.joined()

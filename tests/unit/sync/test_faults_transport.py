@@ -249,8 +249,7 @@ def test_fault_09_a_damaged_partial_file_is_read_anew(tmp_path: Path) -> None:
 def test_fault_10_stale_listing(tmp_path: Path) -> None:
     """Nothing but deleting looks at a listing, and what it deletes it must see in one."""
     world = World(tmp_path)
-    clock_only = world.folder / "clock"
-    world.faulty.listed = lambda stored: [s for s in stored if s.key == clock_only.name]
+    world.faulty.listed = lambda stored: [s for s in stored if s.key == "clock/now"]
     new = world.publish(3)
     engine, _ = world.joined()
     assert engine.holds(new)
@@ -421,7 +420,8 @@ def test_fault_15_leases_end_by_the_stores_clock(tmp_path: Path) -> None:
     world.publish(4)
     late_s = 0.0
     world.faulty.listed = lambda stored: [
-        type(s)(key=s.key, size=s.size, modified_s=s.modified_s + (late_s if s.key == "clock" else 0)) for s in stored
+        type(s)(key=s.key, size=s.size, modified_s=s.modified_s + (late_s if s.key == "clock/now" else 0))
+        for s in stored
     ]
     late_s = 120.0
     world.compactor().collect(keep_versions=1, grace_s=0, skew_s=30)
