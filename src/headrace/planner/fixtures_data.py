@@ -89,6 +89,8 @@ class RunTerms(Section):
     oversample: Annotated[float, Field(ge=0.0, le=4.0)] = 0.0
     zero_signal_frac: Fraction = 0.0
     lent_gpus: Annotated[int, Field(ge=0)] = 0
+    running: Annotated[int, Field(ge=0)] = 0
+    """Rollouts at once; 0 = as many as the lag allows."""
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
@@ -128,8 +130,8 @@ class RunTerms(Section):
         )
 
     def setting(self) -> Setting:
-        """The same as a point of the search. All rollouts that the lag allows run at once, as engines take them."""
-        allowed = int((self.lag + 1) * self.samples * (1.0 + self.oversample))
+        """The same as a point of the search."""
+        allowed = self.running or int((self.lag + 1) * self.samples * (1.0 + self.oversample))
         return Setting(
             mode=self.mode,
             colocated=self.colocated,
