@@ -25,13 +25,13 @@ class VirtualClock:
     """Time that moves only when told to."""
 
     def __init__(self, start_s: float = 0.0) -> None:
-        self._now_s = start_s
+        self.now_s = start_s
 
     def now(self) -> float:
-        return self._now_s
+        return self.now_s
 
     def advance_to(self, time_s: float) -> None:
         """Move forward to `time_s`; moving back raises ValueError."""
-        if time_s < self._now_s:
-            raise ValueError(f"virtual time cannot go back from {self._now_s} to {time_s}")
-        self._now_s = time_s
+        if time_s < self.now_s:
+            raise ValueError(f"virtual time cannot go back from {self.now_s} to {time_s}")
+        self.now_s = time_s

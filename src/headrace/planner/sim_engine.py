@@ -215,8 +215,8 @@ class Engine:
             tok = min(tok, room_tok)
         self._next_tok = tok
         if tok:
-            self._next_s = self._seconds(tok)
-            self.when_s = self.time_s + self._pause_due_s + self._prefill_due_s + self._next_s
+            self._next_s = seconds = self._seconds(tok)
+            self.when_s = self.time_s + self._pause_due_s + self._prefill_due_s + seconds
         else:
             self._next_s = 0.0
             self.when_s = self.time_s

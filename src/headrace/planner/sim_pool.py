@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from heapq import heappush
 from typing import Any
 
+from headrace.clock import VirtualClock
 from headrace.config.schema import FlowConfig
 from headrace.errors import PlanError
 from headrace.planner.cost import EngineCost, HandOffCost, TrainerCost
@@ -56,14 +57,13 @@ class Parts:
     """At once; 0 = as many as rollouts."""
 
 
-class Timeline:
-    """What happens when: (seconds, engine index, epoch of its plan), or (seconds, unique number, call)."""
-
-    __slots__ = ("_number", "heap", "now_s")
+class Timeline(VirtualClock):
+    """The clock of a simulation, and what will happen when."""
 
     def __init__(self, engines: int) -> None:
-        self.now_s = 0.0
+        super().__init__()
         self.heap: list[tuple[float, int, Any]] = []
+        """(seconds, engine index, epoch of its plan), or (seconds, unique number, call)."""
         self._number = engines
 
     def at(self, time_s: float, call: Callable[..., None], *args: object) -> None:

@@ -20,7 +20,6 @@ import gc
 from collections import deque
 from heapq import heappop
 
-from headrace.clock import VirtualClock
 from headrace.config.schema import CurriculumConfig
 from headrace.errors import PlanError
 from headrace.flow.controller import Controller
@@ -92,7 +91,6 @@ class Simulation:
             raise PlanError(f"steps = {steps}: simulate at least one")
         flow = parts.flow
         self.parts = parts
-        self.clock = VirtualClock()
         self.controller = Controller(
             flow,
             CurriculumConfig(),
@@ -103,6 +101,7 @@ class Simulation:
         self.pool = Pool(parts, draws, ended=self._rollout_ended, trace=trace)
         self.engines, self.tally = self.pool.engines, self.pool.tally
         self._line = self.pool.line
+        """The virtual clock, too."""
         self._draws, self._steps, self._whole_run = draws, steps, whole_run
         self._warm_up = min(warm_up, steps - 1)
         self._trace = trace
@@ -146,7 +145,7 @@ class Simulation:
             self._start()
         pool, line, late = self.pool, self._line, self._late
         heap, engines, dirty = line.heap, pool.engines, pool.dirty
-        count, advance_clock, arrived = len(engines), self.clock.advance_to, pool.arrived
+        count, arrived = len(engines), pool.arrived
         for _ in range(events):
             if self._ended:
                 return False
@@ -160,7 +159,6 @@ class Simulation:
             # An engine's own sums may lie a rounding error behind the clock.
             if time_s > line.now_s:
                 line.now_s = time_s
-                advance_clock(time_s)
             if key < count:
                 arrived(engine)
             else:
