@@ -109,6 +109,8 @@ def fetch_steps(
                 manifest = read_manifest(store, edge.manifest, BaseManifest)
             else:
                 manifest = read_manifest(store, edge.manifest, DeltaManifest)
+            if manifest.to_digest != edge.target:
+                raise SyncError(f"it leads to {manifest.to_digest[:12]}, the catalog says {edge.target[:12]}")
             table = next_table(table, manifest, run_id=run_id)
             owners = {table.owner(name) for name in names}
             steps.append(Step(key=edge.manifest, manifest=manifest, bodies=packs.bodies(manifest, owners)))

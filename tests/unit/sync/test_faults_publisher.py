@@ -145,16 +145,20 @@ def test_fault_20_two_publishers_with_one_run_id(tmp_path: Path) -> None:
     assert engine.holds(new)
 
 
-def test_fault_20_a_publisher_is_fenced_also_between_check_and_write(tmp_path: Path) -> None:
-    """The other one starts at the worst moment: just before the head is replaced."""
+@pytest.mark.parametrize("at", range(3))
+def test_fault_20_a_publisher_is_fenced_also_between_check_and_write(tmp_path: Path, at: int) -> None:
+    """The other one starts at the worst moment, up to just before the head is replaced."""
     world = World(tmp_path)
     engine, receiver = world.joined()
     first, second = world.publisher, world.new_publisher()
     mine, other = world.model.served(), world.model.train()
 
+    writes = iter(range(3))
+
     def other_starts(key: str) -> None:
-        world.faulty.on_write = lambda key: None
-        second.start(mine, version=0)
+        if next(writes) == at:  # a pack, the manifest, the catalog
+            world.faulty.on_write = lambda key: None
+            second.start(mine, version=0)
 
     world.faulty.on_write = other_starts
     with pytest.raises(SyncError, match="fenced off"):

@@ -104,6 +104,27 @@ def test_fault_28_a_rollback_that_fails_fences_until_a_keyframe(tmp_path: Path) 
         receiver.rollback()
 
 
+def test_fault_28_nothing_proven_to_go_back_to(tmp_path: Path) -> None:
+    """The weights had drifted and the keyframe's scatter fails too: the engine must stay paused."""
+    world = World(tmp_path)
+    engine, receiver = world.joined()
+    engine.weights["embed.weight"].view(np.uint16)[3] ^= 1
+    new = world.publish()
+
+    def fails(names: frozenset[str]) -> None:
+        engine.on_changed = lambda names: None
+        raise RuntimeError("the device is gone")
+
+    engine.on_changed = fails
+    with pytest.raises(SyncError, match="device is gone"):
+        receiver.sync()
+    assert receiver.state is State.FENCED
+    assert engine.paused
+    receiver.sync()
+    assert engine.holds(new)
+    assert not engine.paused
+
+
 def ranks(world: World, count: int = 3) -> tuple[list[Engine], list[Receiver], GroupReceiver]:
     served = world.model.served()
     names = sorted(served)

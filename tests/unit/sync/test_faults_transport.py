@@ -347,6 +347,25 @@ def test_fault_13_malformed_indices(tmp_path: Path, gaps: list[int]) -> None:
     forged(world, first_chunk(body, world, mode="set", changed=len(gaps)), r"embed.*")
 
 
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda manifest: manifest["chunks"].pop(), "the delta leads to"),
+        (lambda manifest: manifest.update(to_digest="0" * 64), "leads to 000000000000, the catalog says"),
+        (lambda manifest: manifest.update(from_digest="0" * 64), "applies to 000000000000"),
+        (lambda manifest: manifest.update(run_id="run-2"), "belongs to run 'run-2'"),
+        (lambda manifest: manifest["chunks"][0].update(new="0" * 32), "the delta leads to"),
+        (lambda manifest: manifest["chunks"][0].update(old="0" * 32), "applies to another state"),
+        (lambda manifest: manifest["chunks"][0].update(mode="dense"), "embed"),
+    ],
+    ids=["chunk missing", "to", "from", "run", "new", "old", "mode"],
+)
+def test_fault_04_right_bytes_that_say_something_else(
+    tmp_path: Path, change: Callable[[dict[str, Any]], None], match: str
+) -> None:
+    forged(World(tmp_path), change, match)
+
+
 def test_fault_13_wrong_values_at_right_indices(tmp_path: Path) -> None:
     world = World(tmp_path)
     body = write_gaps(np.array([3], np.uint32)) + frame(np.zeros(1, np.uint8)) * 2
