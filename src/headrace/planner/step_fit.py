@@ -212,22 +212,30 @@ def fit(
 
 
 def left_out_fits(
-    rows: Sequence[RunRow], base: Constants, whole: StepConstants, *, step_s: StepSeconds = closed_step_s
+    rows: Sequence[RunRow],
+    base: Constants,
+    whole: StepConstants,
+    *,
+    step_s: StepSeconds = closed_step_s,
+    key: Callable[[RunRow], object] = lambda row: row.name,
 ) -> list[StepConstants]:
-    """For each row the fit to all other rows, from one linearisation at the fit to all: a few Gauss-Newton steps
-    without the row's error and slope, which therefore does not pull on what predicts it."""
+    """For each row the fit to all rows with another `key`, from one linearisation at the fit to all.
+
+    Gauss-Newton steps without the row's error and slope: it does not pull on what predicts it.
+    """
     seeds, logs = StepConstants().logs(), whole.logs()
     errors = log_errors(rows, whole, base, step_s)
     jacobian = slopes(rows, logs, errors, base, step_s)
-    found = []
-    for i in range(len(rows)):
-        others = np.arange(len(rows)) != i
+    keys = [key(row) for row in rows]
+    found = {}
+    for name in dict.fromkeys(keys):
+        others = np.array([other != name for other in keys])
         here = logs.copy()
         for _ in range(20):
             now = errors[others] + jacobian[others] @ (here - logs)
             here = here + move(now, jacobian[others], here, seeds)
-        found.append(StepConstants.from_logs(np.clip(here, logs - MOST_LOG, logs + MOST_LOG)))
-    return found
+        found[name] = StepConstants.from_logs(np.clip(here, logs - MOST_LOG, logs + MOST_LOG))
+    return [found[name] for name in keys]
 
 
 def held_out_fits(
@@ -250,4 +258,4 @@ def held_out_fits(
 def percent_errors(rows: Sequence[RunRow], predicted: Sequence[float]) -> Floats:
     """100 * (predicted / published - 1)."""
     published = np.array([row.published["step_s"] for row in rows])
-    return 100.0 * (np.asarray(predicted) / published - 1.0)
+    return np.asarray(100.0 * (np.asarray(predicted) / published - 1.0), dtype=np.float64)

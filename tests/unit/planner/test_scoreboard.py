@@ -1,0 +1,228 @@
+"""Predicted against published: arithmetic of the page is current, steps keep their accuracy."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from headrace.errors import PlanError
+from headrace.planner.constants import builtin
+from headrace.planner.fixtures_data import Fixture, load_fixture, load_fixtures
+from headrace.planner.scoreboard import (
+    Score,
+    facts_table,
+    grade_of,
+    main,
+    markdown,
+    models_of,
+    partitions,
+    predict_steps,
+    rows_json,
+    score,
+    score_facts,
+    score_ratios,
+    sources_table,
+)
+from headrace.planner.step_fit import (
+    NAMES,
+    StepConstants,
+    book_of,
+    closed_step_s,
+    estimate,
+    fit,
+    left_out_fits,
+    simulated_step_s,
+    untuned,
+)
+
+PAGE = Path(__file__).parents[3] / "docs" / "scoreboard.md"
+
+
+def few(*names: str, fixture: str = "nemo_rl") -> Fixture:
+    """A fixture with some of its runs, no ratios and no facts."""
+    whole = load_fixture(fixture)
+    runs = tuple(whole.run(name) for name in names)
+    return whole.model_copy(update={"runs": runs, "ratios": (), "facts": ()})
+
+
+SMALL = (
+    "v0.6 H100 235B on 128",
+    "v0.6 H100 235B on 256",
+    "v0.6 H100 DSV3 on 256",
+    "v0.6 H100 DSV3 1-off",
+    "v0.6 GB200 DSV3 on 128",
+    "v0.6 GB200 235B on 64",
+    "v0.5 GB200 8B on",
+    "v0.5 H100 8B on",
+)
+
+
+def test_page_holds_today_s_arithmetic() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    facts = [one for one in score_facts(load_fixtures()) if one.basis in ("formula", "identity")]
+    assert len(facts) > 30
+    for line in facts_table(facts).splitlines()[2:]:
+        assert line in page, "run `python -m headrace.planner.scoreboard docs/scoreboard.md`"
+    assert sources_table(load_fixtures()) in page
+
+
+def test_page_shows_every_published_step() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    for fixture in load_fixtures():
+        for row in fixture.runs:
+            if "step_s" in row.published:
+                assert f"| {fixture.name} | {row.name} |" in page
+
+
+def test_identities_close_and_formulas_mostly_hold() -> None:
+    facts = score_facts(load_fixtures())
+    assert {one.grade for one in facts if one.basis == "identity"} == {"closes"}
+    formulas = [one for one in facts if one.basis == "formula"]
+    poor = {(one.fixture, one.row) for one in formulas if one.grade == "poor"}
+    assert poor == {("seer", "Moonlight"), ("seer", "Kimi-K2"), ("skyrl_mtp", "rollout speed-up")}
+    assert all(one.where for one in formulas if one.grade == "poor")
+
+
+def test_grades() -> None:
+    assert [grade_of(error) for error in (0.0, -0.15, 0.151, -0.3, 0.31)] == ["good", "good", "fair", "fair", "poor"]
+
+
+def test_a_row_does_not_pull_on_its_own_prediction() -> None:
+    fixture = few(*SMALL)
+    row = fixture.runs[3]
+    lied = row.model_copy(update={"published": {"step_s": row.published["step_s"] * 1.3}})
+    rows = list(fixture.runs)
+    changed = [*rows[:3], lied, *rows[4:]]
+    whole = StepConstants()
+    honest = left_out_fits(rows, untuned(), whole)[3]
+    assert left_out_fits(changed, untuned(), whole)[3] == honest
+    assert left_out_fits(changed, untuned(), whole)[0] != left_out_fits(rows, untuned(), whole)[0]
+
+
+def test_fit_recovers_constants_that_made_the_steps() -> None:
+    truth = StepConstants(gen_dense=1.5, gen_moe=2.2, mfu_dense=0.2, mfu_moe=0.09, fixed_s=4.0, fixed_s_per_gb=0.04)
+    rows = [
+        row.model_copy(update={"published": {"step_s": closed_step_s(row.run, truth.constants(untuned()))}})
+        for row in few(*SMALL, "v0.6 H100 30B-A3B on", "v0.5 H100 32B on", "v0.5 GB200 32B on").runs
+    ]
+    found = fit(rows, untuned())
+    for row in rows:
+        assert closed_step_s(row.run, found.constants(untuned())) == pytest.approx(row.published["step_s"], rel=0.05)
+
+
+def test_fit_needs_more_steps_than_constants() -> None:
+    with pytest.raises(PlanError, match="6 constants"):
+        fit(few(*SMALL[:3]).runs, untuned())
+
+
+def test_constants_move_what_they_name() -> None:
+    base = untuned()
+    found = StepConstants(gen_dense=2.0, gen_moe=3.0, mfu_dense=0.3, mfu_moe=0.1, fixed_s=1.0, fixed_s_per_gb=0.1)
+    moved = found.constants(base)
+    assert moved.mem_eff.value == base.mem_eff.value / 2
+    assert moved.layer_s.value == 2 * base.layer_s.value
+    assert moved.moe_decode_factor.value == 1.5
+    assert (moved.mfu_dense.value, moved.fixed_s_per_gb.value) == (0.3, 0.1)
+    assert moved.mfu_moe.grade == "fitted"
+    assert base.hand_off_eff == moved.hand_off_eff
+    assert StepConstants.from_logs(found.logs()).logs() == pytest.approx(found.logs())
+    assert len(NAMES) == 6
+
+
+def test_books_of_other_constants_share_lengths_only() -> None:
+    run = load_fixture("nemo_rl").run("v0.5 H100 32B on").run
+    slow = StepConstants(mfu_dense=0.1).constants(untuned())
+    first, second = book_of(run, untuned()), book_of(run, slow)
+    assert first.workload is second.workload
+    assert first.trainer_of(run.setting()).s_per_tok == pytest.approx(second.trainer_of(run.setting()).s_per_tok / 4)
+
+
+def test_what_does_not_fit_is_named() -> None:
+    run = load_fixture("nemo_rl").run("v0.6 H100 DSV3 on 256").run.model_copy(update={"gen_tp": 8})
+    with pytest.raises(PlanError, match=r"deepseek-v3.*no room for KV"):
+        estimate(run, builtin())
+
+
+def test_score_of_a_few_rows() -> None:
+    fixture = few(*SMALL)
+    fixture = fixture.model_copy(
+        update={"ratios": tuple(r for r in load_fixture("nemo_rl").ratios if {r.base, r.other} <= set(SMALL))}
+    )
+    found = predict_steps([fixture])
+    ratios = score_ratios([fixture], found)
+    scores = score([fixture])
+    assert [one.row for one in scores if one.quantity == "step_s"] == list(SMALL)
+    assert all(one.basis == "left out" and one.untuned is not None for one in scores if one.quantity == "step_s")
+    assert ratios == [one for one in scores if one.quantity.startswith("speedup")]
+    names = models_of([fixture])
+    shares = partitions(scores, names)
+    assert shares["all"][0] == 8
+    assert sum(count for name, (count, _, _) in shares.items() if name != "all") == 8
+    assert math.isclose(shares["all"][1], sum(abs(one.untuned_error_frac or 0) for one in scores[:8]) / 8)
+    data = json.loads(rows_json(scores))
+    assert data[0]["row"] == SMALL[0]
+    assert data[0]["error_frac"] == pytest.approx(scores[0].error_frac)
+    text = markdown(scores, [fixture])
+    assert all(name in text for name in SMALL)
+
+
+def test_impossible_runs_are_reasons_not_errors() -> None:
+    fixture = few("v0.6 H100 Nemotron-3-Nano SWE 1-off", *SMALL[:7])
+    found = predict_steps([fixture])
+    assert list(found.impossible) == [("nemo_rl", "v0.6 H100 Nemotron-3-Nano SWE 1-off")]
+
+
+def test_same_seed_same_seconds() -> None:
+    run = load_fixture("nemo_rl").run("v0.6 H100 DSV3 1-off").run
+    assert simulated_step_s(run, untuned()) == simulated_step_s(run, untuned())
+
+
+def test_an_uncompared_score_has_no_error() -> None:
+    one = Score(fixture="f", row="r", quantity="q", published=2.0, basis="note")
+    assert one.error_frac is None
+    assert one.untuned_error_frac is None
+    assert replace(one, predicted=3.0).error_frac == 0.5
+
+
+def test_oversampling_and_filter_is_no_win() -> None:
+    """UniRL's negative control: 16 groups instead of 8 and the zero-signal ones dropped."""
+    fixture = load_fixture("unirl")
+    base, other = (fixture.run(row.name).run for row in fixture.runs)
+    constants = StepConstants().constants(untuned())
+    assert closed_step_s(other, constants) > closed_step_s(base, constants)
+    assert simulated_step_s(other, constants) > simulated_step_s(base, constants)
+
+
+def test_twice_the_gpus_of_one_off_lose_per_gpu() -> None:
+    """NeMo RL's 32B and 235B rows: one step off on twice the GPUs is faster, and slower per GPU."""
+    fixture = load_fixture("nemo_rl")
+    constants = StepConstants().constants(untuned())
+    for name in ("32B H100 v0.5 (twice the GPUs)", "235B H100 v0.6 (twice the GPUs)"):
+        ratio = next(r for r in fixture.ratios if r.name == name)
+        base, other = fixture.run(ratio.base).run, fixture.run(ratio.other).run
+        speedup = simulated_step_s(base, constants) / simulated_step_s(other, constants)
+        assert 1.0 < speedup < other.gpus / base.gpus
+
+
+def test_usage(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="usage"):
+        main([])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_steps_keep_their_accuracy() -> None:
+    """A gate, not a goal: measured 0.20 (all), worst model 0.32, when it was set; 5 points of room."""
+    fixtures = load_fixtures()
+    shares = partitions(score(fixtures), models_of(fixtures))
+    count, before, after = shares["all"]
+    assert count == 54
+    assert after < 0.25
+    assert after < before
+    worst = {"deepseek-v3": 0.18, "llama-3.1-8b": 0.23, "qwen3-235b-a22b": 0.32, "qwen3-30b-a3b": 0.37}
+    worst |= {"qwen3-32b": 0.14, "qwen3.5-35b-a3b": 0.21}
+    assert {name for name, limit in worst.items() if shares[name][2] > limit} == set()
