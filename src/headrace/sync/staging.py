@@ -18,6 +18,7 @@ from headrace.errors import HeadraceError, SyncError, did_you_mean
 from headrace.sync.bits import Bits, as_bits
 from headrace.sync.catalog import Edge, Head
 from headrace.sync.codec import CHUNK_ELEMS, decode_chunk
+from headrace.sync.codec_ctx import kernels
 from headrace.sync.packs import Manifest, PackReader, UnusableError, read_manifest
 from headrace.sync.report import SyncReport
 from headrace.sync.store import Store
@@ -224,7 +225,7 @@ def _fold(
         except HeadraceError as exc:
             raise UnusableError(step.key, str(exc)) from exc
         at_hash = chunk.new
-    where = np.flatnonzero(at != now)
+    where = kernels().changed_positions(now, at)
     if where.size == 0:
         return None
     sparse = where.size <= _SPARSE_SHARE * elems
@@ -233,8 +234,8 @@ def _fold(
         start=start,
         elems=elems,
         changed=int(where.size),
-        where=where.astype(np.uint32) if sparse else None,
-        new=at[where] if sparse else at.copy(),
+        where=where if sparse else None,
+        new=at[where] if sparse else at,
         old=now[where] if sparse else now.copy(),
         new_hash=at_hash,
         old_hash=now_hash,
