@@ -72,7 +72,7 @@ class Workload:
 def workload(spec: PlanSpec, law: LengthLaw, turns_factor: float = 1.0) -> Workload:
     """Averages of `spec`'s rollouts under a length law. Raises PlanError for impossible turns."""
     episode = spec.episode
-    turns = turns_mean(episode, turns_factor)
+    turns = min(turns_mean(episode, turns_factor), max(1.0, law.mean_tok))  # each turn samples a token at least
     calls = turns - 1.0
     away_s = episode.start_s + episode.grade_s + calls * episode.tool_s
     # The slowest of n sums of geometrically many lognormal times, as the normal tail of their mean and variance.

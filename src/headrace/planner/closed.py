@@ -268,7 +268,8 @@ def batch_time(
         held_tok = prompt_tok + table.resident_tok - shared_tok
         slots = max(1.0, min(sequences, seats, engine_slots(engine, held_tok)))
         full_s = float(arrays.step_s(slots, slots * (prompt_tok + table.resident_tok)))
-        waves_s = (sequences - slots) * table.mean_tok / slots * full_s
+        started = max(slots, sequences * until_frac)  # the surplus waits behind those that make up the batch
+        waves_s = (started - slots) * table.mean_tok / slots * full_s
         draws = independent * slots / sequences
         last = _drain(arrays, table.at_tok, _residual(table), slots, draws, prompt_tok + table.resident_tok / 2)
         if waves_s + last.seconds < drained.seconds:

@@ -22,6 +22,9 @@ from headrace.planner.setting import Setting
 OLDEST_PER_LAG = 0.8
 """A rollout may take about 0.8 * eta + 1 steps before the trainer has to wait for it: fitted to our simulator (three
 workloads, eta 1 to 8, within 25 %). Only for screening; what is shown is simulated."""
+MAX_P = 8.0
+"""Exponent of the smooth maximum of generation, training and the bound on lag: sides that are nearly as fast as each
+other wait for each other now and then. Two equal ones take 9 % longer than one, as in our simulator."""
 LENT_SHARE = 0.5
 """Of a lent engine's rate that counts: what runs there when it is called back is computed again elsewhere."""
 HAND_OFF_SHARE = 0.4
@@ -40,6 +43,9 @@ class Estimator:
         self._group_draws = table.independent(work.group_longest_tok)
         self._generation = cache(self._generate_batch)
         self._oldest_tok = cache(self._longest_within)
+        self.slots = cache(self._slots)
+        self.seats = cache(self._seats)
+        self.prefill_s = cache(self._prefill_s)
 
     def all(self, settings: Sequence[Setting]) -> list[Estimate]:
         """One estimate per setting, in order."""
@@ -56,11 +62,11 @@ class Estimator:
 
     # ---- what both need ----------------------------------------------------------------------------------------------
 
-    def slots(self, gen_tp: int, engines: float) -> float:
+    def _slots(self, gen_tp: int, engines: float) -> float:
         """Rollouts that one engine of so many holds at once in a steady state, at most."""
         return engine_slots(self.book.engine(gen_tp), self.book.workload.kv_tok(engines))
 
-    def seats(self, gen_tp: int, engines: float) -> float:
+    def _seats(self, gen_tp: int, engines: float) -> float:
         """Rollouts in flight that keep every slot busy: those in tools come on top."""
         engine, work = self.book.engine(gen_tp), self.book.workload
         running = max(1.0, self.slots(gen_tp, engines))
@@ -68,7 +74,7 @@ class Estimator:
         on_engine_s = work.table.mean_tok / engine.accept_tok * step_s + running * self.prefill_s(gen_tp, engines)
         return engines * running * (1.0 + work.away_s / on_engine_s)
 
-    def prefill_s(self, gen_tp: int, engines: float) -> float:
+    def _prefill_s(self, gen_tp: int, engines: float) -> float:
         """Engine seconds of prefill per rollout: its share of the prompt, and what tools add.
 
         Siblings spread over the engines; those that meet on one share the prompt. 0 where other chips prefill.
@@ -153,17 +159,20 @@ class Estimator:
 
         token_s, held_back_s = self._held_back(gen_tp, run, prefill_s, gen_s, stands_s, bound_s)
         group_s = work.group_longest_tok * token_s + work.away_s
-        step_s = np.maximum(np.maximum(gen_s, train_s), held_back_s)
+        slowest_s = np.maximum(np.maximum(gen_s, train_s), held_back_s)
+        step_s = slowest_s * sum((each_s / slowest_s) ** MAX_P for each_s in (gen_s, train_s, held_back_s)) ** (
+            1 / MAX_P
+        )
 
-        waits_s = np.where(gen_s < step_s, held * step_s / groups - train_s - landing_s, group_s + step_s / 2)
+        waits_s = np.where(gen_s < slowest_s, held * step_s / groups - train_s - landing_s, group_s + step_s / 2)
         taken_s = np.clip(waits_s, group_s, np.maximum(lag * step_s, group_s))
         age_s = work.table.resident_tok * token_s
         lag_mean = np.clip((taken_s - age_s + landing_s) / step_s, 0.0, lag)
         out = []
         for i, setting in enumerate(settings):
-            if held_back_s[i] >= step_s[i]:
+            if held_back_s[i] >= slowest_s[i]:
                 binding = "lag bound"
-            elif train_s[i] >= step_s[i]:
+            elif train_s[i] >= slowest_s[i]:
                 binding = "hand-off" if publish_s[i] > HAND_OFF_SHARE * step_s[i] else "training"
             elif stands_s[i] > HAND_OFF_SHARE * step_s[i]:
                 binding = "hand-off"
@@ -245,7 +254,7 @@ class Estimator:
             setting.gen_tp, self.decoders(setting), setting.oversample, self._seats_of(setting)
         )
         away_s, extra_s = book.workload.away_longest_s, self._refill_s(setting)
-        gen_s = generation.wall_s + away_s + extra_s
+        gen_s = max(generation.wall_s + away_s + extra_s, self._sandbox_s(setting))
         work_s = book.batch_s(book.trainer_of(setting), setting.update_split)
         train_s = work_s + hand_off.publish_s
         moved_s = hand_off.transfer_s + hand_off.pause_s
@@ -260,7 +269,7 @@ class Estimator:
             shares = {"training": train_s if train_s > gen_s else 0.0, "hand-off": moved_s}
         if setting.mode == "sync" or gen_s >= train_s:
             bulk_s = max(0.0, generation.wall_s - generation.tail_s)
-            shares |= {words: bulk_s, "tail (sync)": tail_s, "environment": away_s}
+            shares |= {words: bulk_s, "tail (sync)": tail_s, "environment": gen_s - bulk_s - tail_s}
         binding = max(shares, key=shares.__getitem__)
         return self._estimate(setting, step_s, gen_s, train_s, lag_mean, binding)
 
@@ -302,6 +311,16 @@ class Estimator:
         each_s = tok / engine.accept_tok * float(arrays.step_s(running, running * context_tok)) / running
         work_s = spec.batch_samples * zero / (1.0 - zero) / engines * each_s
         return max(chain * chain_s, work_s)
+
+    def _sandbox_s(self, setting: Setting) -> float:
+        """Seconds of a batch whose rollouts take turns in too few sandboxes."""
+        spec, work, engine = self.book.spec, self.book.workload, self.book.engine(setting.gen_tp)
+        if not spec.episode.sandboxes:
+            return 0.0
+        running = max(1.0, min(self._seats_of(setting) / self.decoders(setting), engine.max_running))
+        step_s = float(self.book.arrays(setting.gen_tp).step_s(running, running * work.resident_tok))
+        each_s = work.away_s + work.table.mean_tok / engine.accept_tok * step_s
+        return spec.batch_samples / self._keep * each_s / spec.episode.sandboxes
 
     def _seats_of(self, setting: Setting) -> int:
         """Rollouts at once: the setting's, or as many as there are sandboxes."""

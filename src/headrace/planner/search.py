@@ -154,8 +154,8 @@ def _totals(book: CostBook) -> Iterator[int]:
 def _of_mode(estimator: Estimator, mode: Mode, total: int, pruned: Counter[str]) -> Iterator[Setting]:
     book = estimator.book
     search, limits = book.spec.search, book.spec.limits
-    lags = {"sync": (0,), "one_step_off": (1,), "pipeline": tuple(range(1, limits.max_lag_steps + 1))}[mode]
-    lags = tuple(lag for lag in lags if lag <= limits.max_lag_steps)
+    lags = {"sync": [0], "one_step_off": [1], "pipeline": lag_points(limits.max_lag_steps)}[mode]
+    lags = [lag for lag in lags if lag <= limits.max_lag_steps]
     if not lags:
         pruned["lag limit"] += 1
         return
@@ -242,9 +242,17 @@ def _splits(book: CostBook, mode: Mode, total: int) -> Iterator[tuple[bool, int,
 
 
 def split_points(total: int) -> list[int]:
-    """Generating chips to try: every number on up to two nodes, half nodes up to 48, whole nodes, at most 32 beyond."""
-    step = 1 if total <= 16 else 4 if total <= 48 else 8 * max(1, round(total / 256))
+    """Generating chips to try: every number on up to two nodes, half nodes up to 48, whole nodes, about 16 beyond."""
+    step = 1 if total <= 16 else 4 if total <= 48 else 8 * max(1, round(total / 128))
     return list(range(step, total, step))
+
+
+def lag_points(limit: int) -> list[int]:
+    """Largest lags to try: every one to 8, then ever wider steps, and the limit."""
+    points = list(range(1, min(limit, 8) + 1))
+    while points and points[-1] < limit:
+        points.append(min(limit, math.ceil(1.4 * points[-1])))
+    return points
 
 
 def _layout(book: CostBook, train_gpus: int, pruned: Counter[str]) -> tuple[int, int, int] | None:
@@ -302,8 +310,8 @@ def pareto_front(screened: Sequence[Screened]) -> list[Screened]:
 
 
 def _point(estimate: Estimate) -> tuple[float, float, float]:
-    # Rounded, so that settings which differ by nothing but noise of the arithmetic count as equal.
-    return (float(f"{estimate.step_s:.4g}"), round(estimate.lag_mean, 2), float(f"{estimate.usd_per_step:.4g}"))
+    # Rounded: of settings that differ by less than the formulas can tell, the first one tried stays.
+    return (float(f"{estimate.step_s:.3g}"), round(estimate.lag_mean, 1), float(f"{estimate.usd_per_step:.3g}"))
 
 
 def _score(spec: PlanSpec, step_s: float, usd_per_mtok: float, lag_mean: float) -> tuple[float, float]:
@@ -323,7 +331,7 @@ def _screen_score(spec: PlanSpec, each: Screened) -> tuple[float, float]:
 
 
 def _choose(book: CostBook, front: Sequence[Screened], allowed: Sequence[Screened]) -> list[Screened]:
-    """Settings to simulate: the best of each kind on the front, then of each kind at all, then whatever is next best.
+    """Settings to simulate: the best of each kind, then kinds that only the front has, then whatever is next best.
 
     Where lag_p99 is limited, the first half keeps it for certain because their largest lag does.
     """
@@ -345,8 +353,8 @@ def _choose(book: CostBook, front: Sequence[Screened], allowed: Sequence[Screene
     if spec.limits.lag_p99:
         certain = [each for each in by_score if each[0].max_lag_steps <= spec.limits.lag_p99]
         pick(certain, math.ceil(count / 2), twins=False)
-    pick([each for each in by_score if each[0] in on_front], math.ceil(count / 2), twins=False)
-    pick(by_score, count, twins=False)
+    pick(by_score, math.ceil(count / 2), twins=False)
+    pick([each for each in by_score if each[0] in on_front], count, twins=False)
     pick(by_score, count, twins=True)
     return list(taken.values())
 

@@ -12,7 +12,7 @@ from headrace.errors import PlanError
 from headrace.planner.assemble import CostBook
 from headrace.planner.closed import BINDINGS
 from headrace.planner.estimate import Estimator
-from headrace.planner.search import Found, candidates, pareto_front, screen, search, sim_plan, split_points
+from headrace.planner.search import Found, candidates, lag_points, pareto_front, screen, search, sim_plan, split_points
 from headrace.planner.setting import Setting
 from headrace.planner.spec import PlanSpec
 
@@ -96,11 +96,17 @@ def test_a_mixed_pool_keeps_its_sides() -> None:
     assert {(s.colocated, s.gen_gpus, s.train_gpus) for s in settings} == {(False, 8, 4)}
 
 
-@pytest.mark.parametrize(("total", "points"), [(1, 0), (8, 7), (64, 7), (4096, 31)])
+@pytest.mark.parametrize(("total", "points"), [(1, 0), (8, 7), (64, 7), (4096, 15)])
 def test_split_points(total: int, points: int) -> None:
     found = split_points(total)
     assert len(found) == points
     assert all(0 < each < total for each in found)
+
+
+def test_lag_points() -> None:
+    assert lag_points(0) == []
+    assert lag_points(4) == [1, 2, 3, 4]
+    assert lag_points(20) == [1, 2, 3, 4, 5, 6, 7, 8, 12, 17, 20]
 
 
 # ---- screening -------------------------------------------------------------------------------------------------------
@@ -120,7 +126,7 @@ def test_the_front_is_what_nothing_beats() -> None:
     front = pareto_front(screened)
     steps = [estimate.step_s for _, estimate in front]
     assert steps == sorted(steps)
-    assert steps[0] == pytest.approx(min(estimate.step_s for _, estimate in screened), rel=1e-3)
+    assert steps[0] == pytest.approx(min(estimate.step_s for _, estimate in screened), rel=6e-3)
     assert [estimate.lag_mean for _, estimate in front] == sorted((e.lag_mean for _, e in front), reverse=True)
 
 
@@ -165,6 +171,14 @@ def test_a_wider_law_never_speeds_up_turns() -> None:
 def test_longer_tools_never_speed_anything_up() -> None:
     rates = [fastest(episode={"turns": 5, "tool_tok": 100, "tool_s": seconds}) for seconds in (0.0, 2.0, 20.0)]
     assert rates == sorted(rates, reverse=True)
+
+
+@pytest.mark.parametrize("mode", ["sync", "one_step_off", "pipeline"])
+def test_filtering_groups_costs_time(mode: str) -> None:
+    """Replacing zero-signal groups buys signal, never speed (UniRL issue 94: 104 s a rollout became 156 s)."""
+    rates = [fastest(search={"modes": [mode]}, zero_signal_frac=share) for share in (0.0, 0.3, 0.6)]
+    assert rates == sorted(rates, reverse=True)
+    assert rates[2] < rates[0]
 
 
 def test_price_scales_dollars_and_nothing_else() -> None:
