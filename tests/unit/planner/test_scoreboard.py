@@ -20,11 +20,9 @@ from headrace.planner.scoreboard import (
     markdown,
     models_of,
     partitions,
-    predict_steps,
     rows_json,
     score,
     score_facts,
-    score_ratios,
     sources_table,
 )
 from headrace.planner.step_fit import (
@@ -103,6 +101,7 @@ def test_a_row_does_not_pull_on_its_own_prediction() -> None:
     assert left_out_fits(changed, untuned(), whole)[0] != left_out_fits(rows, untuned(), whole)[0]
 
 
+@pytest.mark.slow
 def test_fit_recovers_constants_that_made_the_steps() -> None:
     truth = StepConstants(gen_dense=1.5, gen_moe=2.2, mfu_dense=0.2, mfu_moe=0.09, fixed_s=4.0, fixed_s_per_gb=0.04)
     rows = [
@@ -147,33 +146,27 @@ def test_what_does_not_fit_is_named() -> None:
         estimate(run, builtin())
 
 
+@pytest.mark.slow
 def test_score_of_a_few_rows() -> None:
-    fixture = few(*SMALL)
+    impossible = "v0.6 H100 Nemotron-3-Nano SWE 1-off"
+    fixture = few(*SMALL, impossible)
     fixture = fixture.model_copy(
         update={"ratios": tuple(r for r in load_fixture("nemo_rl").ratios if {r.base, r.other} <= set(SMALL))}
     )
-    found = predict_steps([fixture])
-    ratios = score_ratios([fixture], found)
     scores = score([fixture])
-    assert [one.row for one in scores if one.quantity == "step_s"] == list(SMALL)
-    assert all(one.basis == "left out" and one.untuned is not None for one in scores if one.quantity == "step_s")
-    assert ratios == [one for one in scores if one.quantity.startswith("speedup")]
-    names = models_of([fixture])
-    shares = partitions(scores, names)
+    steps = [one for one in scores if one.quantity == "step_s"]
+    assert [one.row for one in steps] == [*SMALL, impossible]
+    assert all(one.basis == "left out" and one.untuned is not None for one in steps[:-1])
+    assert (steps[-1].basis, steps[-1].grade) == ("excluded", "-")
+    shares = partitions(scores, models_of([fixture]))
     assert shares["all"][0] == 8
     assert sum(count for name, (count, _, _) in shares.items() if name != "all") == 8
-    assert math.isclose(shares["all"][1], sum(abs(one.untuned_error_frac or 0) for one in scores[:8]) / 8)
+    assert math.isclose(shares["all"][1], sum(abs(one.untuned_error_frac or 0) for one in steps) / 8)
     data = json.loads(rows_json(scores))
     assert data[0]["row"] == SMALL[0]
     assert data[0]["error_frac"] == pytest.approx(scores[0].error_frac)
     text = markdown(scores, [fixture])
     assert all(name in text for name in SMALL)
-
-
-def test_impossible_runs_are_reasons_not_errors() -> None:
-    fixture = few("v0.6 H100 Nemotron-3-Nano SWE 1-off", *SMALL[:7])
-    found = predict_steps([fixture])
-    assert list(found.impossible) == [("nemo_rl", "v0.6 H100 Nemotron-3-Nano SWE 1-off")]
 
 
 def test_same_seed_same_seconds() -> None:
@@ -208,7 +201,7 @@ def test_twice_the_gpus_of_one_off_lose_per_gpu() -> None:
         assert 1.0 < speedup < other.gpus / base.gpus
 
 
-def test_usage(tmp_path: Path) -> None:
+def test_usage() -> None:
     with pytest.raises(PlanError, match="usage"):
         main([])
 
