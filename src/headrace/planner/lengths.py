@@ -99,13 +99,24 @@ class _TiedLaw(ABC):
         return float(min(values[0] + np.diff(values) @ beyond[:-1], values[-1]))
 
 
-@lru_cache(maxsize=16)
+_EVEN_STEPS, _TAIL_STEPS, _TINY = 2000, 400, 1e-15
+
+
+@lru_cache(maxsize=64)
 def _longest(law: _TiedLaw, members: int) -> tuple[Floats, Floats]:
     """Ascending values of a group's longest, and the probability to lie at or below each."""
     values, weights = law._points(members)
     order = np.argsort(values, kind="stable")
-    below = np.cumsum(weights[order])
-    return values[order], below / below[-1]
+    values, weights = values[order], weights[order] / weights.sum()
+    below = np.cumsum(weights)
+    # A few thousand steps say as much as the whole grid: even ones of the probability, and in the tail of its log.
+    with np.errstate(divide="ignore"):
+        tail = np.floor(-_TAIL_STEPS * np.log10(np.maximum(1.0 - below, _TINY)))
+    stairs = np.floor(_EVEN_STEPS * below) + tail
+    first = np.flatnonzero(np.diff(stairs, prepend=-1.0))
+    mass = np.add.reduceat(weights, first)
+    mean = np.add.reduceat(values * weights, first) / mass
+    return np.clip(mean, values[first], np.maximum.reduceat(values, first)), np.cumsum(mass)
 
 
 def _grid(tie: float, members: int) -> tuple[Floats, Floats]:
