@@ -15,6 +15,7 @@ from headrace.cli.report import report
 from headrace.cli.runs import runs
 from headrace.cli.simulate import simulate
 from headrace.cli.train import train
+from headrace.cli.weights import weights
 
 app = typer.Typer(
     help="RL post-training for language models in which generator and trainer run at matching rates.",
@@ -32,6 +33,7 @@ app.command("eval")(evaluate)
 app.command("report")(report)
 app.add_typer(models, name="models")
 app.add_typer(runs, name="runs")
+app.add_typer(weights, name="weights")
 
 
 def _show_version(wanted: bool) -> None:

@@ -50,12 +50,16 @@ def warn(message: str) -> None:
 
 
 @contextmanager
-def byte_progress(title: str) -> Iterator[Callable[[str, int, int], None]]:
-    """A progress line on stderr, fed with (stage, bytes done, bytes in all); silent until the first call."""
+def byte_progress(title: str, *, transient: bool = False) -> Iterator[Callable[[str, int, int], None]]:
+    """A progress line on stderr, fed with (stage, bytes done, bytes in all); silent until the first call.
+
+    `transient`: it is gone at the end.
+    """
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=err(), transient=False) as bars:
+    hidden = transient and not err().is_terminal
+    with Progress(*columns, console=err(), transient=transient, disable=hidden) as bars:
         tasks: dict[str, int] = {}
 
         def report(stage: str, done: int, total: int) -> None:
