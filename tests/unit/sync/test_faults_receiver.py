@@ -357,6 +357,7 @@ def test_fault_39_a_pause_that_never_comes(tmp_path: Path) -> None:
     engine.log.clear()
     with pytest.raises(SyncError, match=r"did not pause within 0\.05 s"):
         receiver.sync()
+    assert receiver.state is State.SERVING
     assert engine.holds(old)
     receiver.require(exact_version=0)
     gate.set()
