@@ -61,6 +61,7 @@ def hand_off_cost(
         publish_s = law.publish_s.value if law.publish_s else publish_s
         transfer_s = law.land_s.value if law.land_s else transfer_s
         pause_s = law.pause_s.value if law.pause_s else pause_s
+        switch_s = 0.0 if law.publish_s else switch_s  # roles that were measured keep their state where it is
     return HandOffCost(publish_s=publish_s, transfer_s=transfer_s, pause_s=pause_s, bytes=sent_bytes, switch_s=switch_s)
 
 

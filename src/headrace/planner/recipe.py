@@ -47,6 +47,34 @@ def spec_of_recipe(
     )
 
 
+def setting_of_recipe(recipe: RunConfig, cores: int) -> Setting:
+    """What `headrace train` does with this recipe on `cores` CPU cores: one engine and one trainer, threads as widths.
+
+    Roles that take turns have every core (they count as colocated), roles that overlap share them; staging a version
+    stands still with the engine (hand_off "stop").
+    """
+    flow = recipe.flow
+    in_turns = flow.mode == "sync"
+    half = max(1, cores // 2)
+    generator = recipe.engine.threads or (cores if in_turns else half)
+    trainer = recipe.trainer.threads or (cores if in_turns else max(1, cores - half))
+    return Setting(
+        mode=flow.mode,
+        colocated=in_turns and generator == trainer,
+        gen_gpus=generator,
+        train_gpus=trainer,
+        gen_tp=generator,
+        train_tp=1,
+        train_pp=1,
+        train_ep=1,
+        max_running=flow.max_running or flow.slots * flow.group_size,
+        max_lag_steps=flow.lag_bound,
+        hand_off="stop",
+        oversample=flow.oversample,
+        update_split=recipe.trainer.updates_per_batch,
+    )
+
+
 def recipe_of_plan(spec: PlanSpec, setting: Setting, *, base: RunConfig | None = None, about: str = "") -> str:
     """The TOML that `headrace train` runs for this setting; `about` becomes the comment on top.
 
