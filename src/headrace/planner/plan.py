@@ -170,7 +170,7 @@ def plan(
         terms=_terms(book),
         phases=phases(spec, used, found, say) if len(drift_points(spec.drift)) > 1 else (),
         notes=_notes(book, found),
-        screened=found.screened,
+        screened=len(found.estimates),
         pruned=found.pruned,
         points=tuple(
             Point(
@@ -180,7 +180,7 @@ def plan(
                 lag_mean=estimate.lag_mean,
                 usd_per_mtok=estimate.usd_per_mtok,
             )
-            for setting, estimate in found.front
+            for setting, estimate in found.estimates
         ),
         plan_s=time.perf_counter() - began_s,
     )

@@ -54,8 +54,8 @@ class Found:
     """The fastest synchronous setting, for comparison; None where sync does not fit."""
     front: tuple[Screened, ...]
     """Estimates that nothing beats in step time, lag and dollars at once, fastest first."""
-    screened: int
-    """Settings that were estimated."""
+    estimates: tuple[Screened, ...]
+    """Every setting that was estimated, in the order of the search."""
     pruned: Mapping[str, int]
     """Possible and impossible settings that were left out, by reason."""
 
@@ -97,7 +97,7 @@ def search(
         ranked=tuple(kept),
         best_sync=sync_run,
         front=tuple(front),
-        screened=len(settings),
+        estimates=tuple(screened),
         pruned={reason: count for reason, count in sorted(pruned.items()) if count},
     )
 

@@ -227,8 +227,8 @@ def test_the_best_is_first_and_beats_sync(found: Found) -> None:
     assert found.best_sync is not None
     assert found.best_sync.setting.mode == "sync"
     assert found.speedup >= 1.0
-    assert found.screened > len(found.front) >= len(found.ranked) - 2
-    assert found.pruned["dominated"] == found.screened - len(found.front)
+    assert len(found.estimates) > len(found.front) >= len(found.ranked) - 2
+    assert found.pruned["dominated"] == len(found.estimates) - len(found.front)
 
 
 def test_accounts_of_the_best(found: Found) -> None:
