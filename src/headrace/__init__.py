@@ -1,6 +1,7 @@
 """Headrace: RL post-training in which generator and trainer run at matching rates.
 
     import headrace as hr
+    plan = hr.plan({"model": "qwen3-8b", "cluster": {"gpu": "h100", "num_gpus": 16}})
     summary = hr.train("recipe.toml", reward=my_reward)
 
 Names load on first use: roles and grading workers import this package too, and must start in milliseconds.
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from headrace.config.schema import RunConfig
     from headrace.errors import HeadraceError
     from headrace.loop.run import Run
+    from headrace.planner.plan import Plan, plan
+    from headrace.planner.spec import PlanSpec
     from headrace.records import Batch, Message, Outcome, Prompt, Rollout, Sample
     from headrace.telemetry.records import EvalRecord, RunSummary, StepRecord
 
@@ -28,6 +31,8 @@ __all__ = [
     "HeadraceError",
     "Message",
     "Outcome",
+    "Plan",
+    "PlanSpec",
     "Prompt",
     "Rollout",
     "Run",
@@ -39,6 +44,7 @@ __all__ = [
     "evaluate",
     "load_recipe",
     "open",
+    "plan",
     "train",
 ]
 
@@ -48,6 +54,8 @@ _HOMES = {
     "headrace.config.schema": ("RunConfig",),
     "headrace.errors": ("HeadraceError",),
     "headrace.loop.run": ("Run",),
+    "headrace.planner.plan": ("Plan", "plan"),
+    "headrace.planner.spec": ("PlanSpec",),
     "headrace.records": ("Batch", "Message", "Outcome", "Prompt", "Rollout", "Sample"),
     "headrace.telemetry.records": ("EvalRecord", "RunSummary", "StepRecord"),
 }

@@ -93,6 +93,11 @@ def config_from_overrides(overrides: Sequence[str], base: RunConfig | None = Non
     return _validate(RunConfig, data, origin, default_origin="defaults")
 
 
+def document(schema: type[Document], data: Mapping[str, Any]) -> Document:
+    """A document from nested mappings; errors name the key and what is allowed."""
+    return _validate(schema, dict(data), {}, default_origin="argument")
+
+
 def resolved_json(config: RunConfig) -> str:
     """Every setting with its final value, as JSON text; RunConfig.model_validate_json reads it back to an equal one."""
     return config.model_dump_json(indent=2) + "\n"

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from headrace.config.load import document, load_document
 from headrace.config.schema import RunConfig
 from headrace.planner import sensitivity
 from headrace.planner.assemble import CostBook
@@ -138,7 +139,7 @@ class Plan:
 
 
 def plan(
-    spec: PlanSpec,
+    spec: PlanSpec | Mapping[str, Any] | str | Path,
     *,
     constants: Constants | None = None,
     calibrations: Path | None = None,
@@ -146,10 +147,12 @@ def plan(
 ) -> Plan:
     """Search, simulate the best, and say how sure that is.
 
+    `spec`: a PlanSpec, the same as nested mappings, or the path of a TOML file (docs/plan-spec.md).
     `constants`: the calibration to use; else the spec's, looked up in the folder `calibrations`, else the newest there
     that knows this model and chip, else the seeds. Raises PlanError when nothing is possible, with what would be.
     """
     began_s = time.perf_counter()
+    spec = _spec(spec)
     say: Say = progress or (lambda _: None)
     used = constants if constants is not None else choose(spec, calibrations)
     found = search(spec, constants=used, progress=lambda what, done, of: say(f"{what} {done + 1} of {of}"))
@@ -185,6 +188,14 @@ def plan(
         plan_s=time.perf_counter() - began_s,
     )
     return result
+
+
+def _spec(given: PlanSpec | Mapping[str, Any] | str | Path) -> PlanSpec:
+    if isinstance(given, PlanSpec):
+        return given
+    if isinstance(given, str | Path):
+        return load_document(PlanSpec, given, what="spec")
+    return document(PlanSpec, given)
 
 
 def _terms(book: CostBook) -> tuple[Term, ...]:

@@ -5,10 +5,11 @@ import os
 from pathlib import Path
 
 import pytest
+import tomli_w
 
 from headrace.config.load import load_recipe
 from headrace.config.schema import RunConfig
-from headrace.errors import PlanError
+from headrace.errors import ConfigError, PlanError
 from headrace.planner.calibrations import choose
 from headrace.planner.constants import MeasuredLaw, builtin, save
 from headrace.planner.explain import explain
@@ -51,6 +52,16 @@ def test_the_same_spec_gives_the_same_bytes(planned: Plan) -> None:
     assert again == planned.to_json()
     assert "NaN" not in again
     assert "Infinity" not in again
+
+
+def test_a_spec_may_be_a_mapping_or_a_file(planned: Plan, tmp_path: Path) -> None:
+    data = planned.spec.model_dump(mode="json", exclude_unset=True)
+    assert plan(data).to_json() == planned.to_json()
+    path = tmp_path / "spec.toml"
+    path.write_text(tomli_w.dumps(data))
+    assert plan(path).to_json() == planned.to_json()
+    with pytest.raises(ConfigError, match="modell is not a setting; did you mean 'model'"):
+        plan({"modell": "qwen3-8b"})
 
 
 def test_bands_hold_their_middle_and_the_best_is_at_least_synchronous(planned: Plan) -> None:
