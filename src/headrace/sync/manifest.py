@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import xxhash
 
+from headrace.sync.report import SyncReport
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorInfo:
@@ -21,8 +23,8 @@ class TensorInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
-    """One published version. Equality of versions is equality of digests."""
+class FullManifest:
+    """One version published as a snapshot. Equality of versions is equality of digests."""
 
     run_id: str
     """A receiver refuses manifests of another run."""
@@ -33,6 +35,26 @@ class Manifest:
     """safetensors file with the full weights."""
     tensors: tuple[TensorInfo, ...]
     bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreManifest:
+    """One version published in a store of deltas. The way there is the receiver's choice: it depends on what it holds.
+
+    Its digest is that of `sync.version.Table`: the same by whatever way a receiver comes.
+    """
+
+    run_id: str
+    version: int
+    digest: str
+    store: str
+    """URL of the store."""
+    report: SyncReport
+    """What publishing it cost."""
+
+
+Manifest = FullManifest | StoreManifest
+"""What an engine stages."""
 
 
 def chain_digest(tensors: Iterable[TensorInfo]) -> str:

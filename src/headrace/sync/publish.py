@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from headrace.errors import SyncError, boundary
-from headrace.sync.manifest import Manifest, TensorInfo, chain_digest
+from headrace.sync.manifest import FullManifest, TensorInfo, chain_digest
 
 _DTYPES = {"bfloat16": "BF16", "float32": "F32", "float16": "F16"}
 
@@ -35,7 +35,7 @@ def write_version(
     version: int,
     arrays: Iterable[tuple[str, NDArray[np.generic]]],
     durable: bool = True,
-) -> Manifest:
+) -> FullManifest:
     """Write a full snapshot as `folder`/v000012.safetensors: temp file, fsync, rename; then return its manifest.
 
     `arrays` are C-contiguous with shapes as served. `durable=False` leaves out the fsync (half of the time), for
@@ -47,7 +47,7 @@ def write_version(
     partial = path.with_suffix(f".partial-{os.getpid()}")
     tensors = dict(arrays)
     infos = tuple(tensor_info(name, array) for name, array in sorted(tensors.items()))
-    manifest = Manifest(
+    manifest = FullManifest(
         run_id=run_id,
         version=version,
         digest=chain_digest(infos),

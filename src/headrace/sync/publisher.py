@@ -141,9 +141,10 @@ class DeltaPublisher:
                 return report
         raise SyncError(f"{self._store.url}/{HEAD_KEY} changed {_HEAD_TRIES} times while this publisher started")
 
-    def publish(self, tensors: Tensors, *, version: int, step: int = 0) -> SyncReport:
+    def publish(self, tensors: Tensors, *, version: int, step: int = 0, with_limit: bool | None = None) -> SyncReport:
         """Publish weights as `version`: a delta from the baseline, or a keyframe where the tensors are other ones.
 
+        `with_limit` overrides the publisher's own for this version.
         `tensors` are copied. After a SyncError nothing has changed here, and the call can be repeated.
         """
         if self._baseline is None:
@@ -161,7 +162,8 @@ class DeltaPublisher:
         report = SyncReport(version=version, digest=state.table.digest, full_bytes=_bytes(state), encode_s=encode_s)
         edges: list[Edge] = []
         if chunks is not None:
-            limit_bytes = self._limit_bytes(baseline, state, chunks)
+            wanted = self._with_limit if with_limit is None else with_limit
+            limit_bytes = self._limit_bytes(baseline, state, chunks) if wanted else 0.0
             report = dataclasses.replace(report, diff_s=self._clock.now() - begun_s - encode_s, limit_bytes=limit_bytes)
             edge, key, report = self._delta(baseline, state, chunks, version, step, report)
             edges = [] if edge.source == edge.target else [edge]
@@ -201,8 +203,6 @@ class DeltaPublisher:
         return _state(tensors, table), chunks
 
     def _limit_bytes(self, baseline: _State, state: _State, chunks: Iterable[Chunk]) -> float:
-        if not self._with_limit:
-            return 0.0
         parts = ((c, slice(c.start, c.start + c.elems)) for c in chunks)
         return sum(
             stats(baseline.bits[c.tensor][at], state.bits[c.tensor][at], c.dtype, tensor=c.tensor).l2_bytes

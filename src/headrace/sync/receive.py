@@ -16,14 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.errors import SyncError, boundary
-from headrace.sync.manifest import Manifest, chain_digest
+from headrace.sync.manifest import FullManifest, chain_digest
 from headrace.sync.publish import tensor_info
 
 _DTYPES = {"BF16": np.dtype(ml_dtypes.bfloat16), "F32": np.dtype(np.float32), "F16": np.dtype(np.float16)}
 _LENGTH_BYTES = 8
 
 
-def read_version(manifest: Manifest, *, run_id: str) -> dict[str, NDArray[np.generic]]:
+def read_version(manifest: FullManifest, *, run_id: str) -> dict[str, NDArray[np.generic]]:
     """Map all tensors of a version and check run id, names, dtypes, shapes and digests.
 
     The arrays are read-only views of the file; they stay valid when the file is deleted.
