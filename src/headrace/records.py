@@ -103,6 +103,16 @@ class GenRequest:
     """Requests of one group share the KV of their common prompt."""
     min_version: int = 0
     """The engine refuses to start the request under older weights."""
+    exact_version: int | None = None
+    """The engine refuses to start the request under any other weights. Only the start is pinned: see the spans."""
+
+    def refusal(self, served: int) -> str:
+        """Why an engine that serves this version must not start the request, or empty."""
+        if served < self.min_version:
+            return f"the engine serves v{served}, the request wants >= v{self.min_version}"
+        if self.exact_version is not None and served != self.exact_version:
+            return f"the engine serves v{served}, the request wants exactly v{self.exact_version}"
+        return ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

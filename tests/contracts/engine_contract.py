@@ -114,6 +114,10 @@ async def impossible_requests_come_back_as_errors(engine: Engine, prompt_ids: tu
     assert "v5" in newer.error
     assert len(newer.ids_N) == 0
     assert newer.spans == ()
+    other = await engine.generate(request("other", prompt_ids, exact_version=5))
+    assert other.finish == "error"
+    assert "exactly v5" in other.error
+    assert (await engine.generate(request("this", prompt_ids, exact_version=0))).finish in ("stop", "length")
 
 
 async def a_swap_starts_new_spans(engine: Engine, prompt_ids: tuple[int, ...], manifest: Manifest) -> None:

@@ -15,7 +15,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from headrace.clock import WallClock
-from headrace.config.schema import EngineConfig
+from headrace.config.schema import EngineConfig, SyncConfig
 from headrace.roles import Reply
 from headrace.rollout.native import core as native
 from headrace.rollout.native.loading import named_tensors, to_array
@@ -23,7 +23,7 @@ from headrace.rollout.remote import RemoteEngine
 from headrace.rollout.scripted import build as build_scripted
 from headrace.rollout.worker import EngineServant
 from headrace.sync.manifest import Manifest
-from headrace.sync.publish import write_version
+from headrace.trainer.publishing import Publishing
 
 _spec = importlib.util.spec_from_file_location("engine_contract", Path(__file__).with_name("engine_contract.py"))
 assert _spec is not None
@@ -89,26 +89,39 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_native(model_dir: Path, tmp_path: Path) -> None:
-    named = named_tensors(LlamaForCausalLM.from_pretrained(model_dir))
+def publisher(folder: Path, mode: str, arrays_of: Any) -> Any:
+    """A function that publishes a version of a run; each check starts from a generator that has the first weights."""
+    ways: dict[str, Publishing] = {}
 
     def publish(version: int, run_id: str) -> Manifest:
-        arrays = [(n, to_array(t * 1.5 if t.ndim == 2 else t)) for n, t in named.items()]
-        return write_version(tmp_path / run_id, run_id=run_id, version=version, arrays=arrays)
+        if run_id not in ways:
+            ways[run_id] = Publishing(SyncConfig(mode=mode), threads=1)
+            ways[run_id].publish(arrays_of(0), folder=str(folder / run_id), run_id=run_id, version=0)
+        return ways[run_id].publish(arrays_of(version), folder=str(folder / run_id), run_id=run_id, version=version)
+
+    return publish
+
+
+@pytest.mark.parametrize("mode", ["full", "delta"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_native(dtype: str, mode: str, model_dir: Path, tmp_path: Path) -> None:
+    named = named_tensors(LlamaForCausalLM.from_pretrained(model_dir, dtype=getattr(torch, dtype)))
+
+    def arrays_of(version: int) -> Any:
+        return [(n, to_array(t * 1.5 if t.ndim == 2 and version else t)) for n, t in named.items()]
+
+    publish = publisher(tmp_path, mode, arrays_of)
 
     def make() -> Any:
-        return engine_of(
-            native.build(model_dir=str(model_dir), engine=ENGINE, dtype="float32", device="cpu", run_id=RUN)
-        )
+        return engine_of(native.build(model_dir=str(model_dir), engine=ENGINE, dtype=dtype, device="cpu", run_id=RUN))
 
     asyncio.run(contract.check_engine(make, publish, tuple(range(3, 20)), run_id=RUN))
 
 
+@pytest.mark.parametrize("mode", ["full", "delta"])
 @pytest.mark.parametrize("length", ["constant", "lognormal"])
-def test_scripted(length: str, tmp_path: Path) -> None:
-    def publish(version: int, run_id: str) -> Manifest:
-        arrays = [("w", np.full(3, version, np.float32))]
-        return write_version(tmp_path / run_id, run_id=run_id, version=version, arrays=arrays)
+def test_scripted(length: str, mode: str, tmp_path: Path) -> None:
+    publish = publisher(tmp_path, mode, lambda version: [("w", np.full(3, version, np.float32))])
 
     def make() -> Any:
         return engine_of(build_scripted(options={"length": length, "length_tok": 9}, engine=ENGINE, run_id=RUN))

@@ -278,6 +278,31 @@ class TrainerConfig(Section):
     """CPU threads; 0 = all cores in sync mode, the other half otherwise."""
 
 
+class SyncConfig(Section):
+    """How new weights travel from the trainer to the generator."""
+
+    mode: Literal["delta", "full"] = "delta"
+    """delta: one base, then only the elements that changed, put in place between two decode steps.
+    full: a snapshot of all weights for every version, through a file."""
+    store: str = ""
+    """Where deltas lie: a folder or any fsspec URL that both roles reach; empty takes a folder of the run folder,
+    which goes when the run ends. In a store of your own each run has a folder named by its run id, which stays."""
+    keyframe_every: Annotated[int, Field(ge=1)] = 25
+    """Versions between two full copies in the store, from which a generator that starts late or again goes on.
+    Older versions are deleted with them, so this bounds the store's size too."""
+    limit_every: Annotated[int, Field(ge=0)] = 10
+    """Versions between two computations of the entropy limit that deltas are compared with, which takes the trainer
+    about as long as encoding; 0 = never."""
+    verify_every: Annotated[int, Field(ge=1)] = 8
+    """Updates between two checks of everything that the generator holds; what an update touches is always checked."""
+    threads: Annotated[int, Field(ge=0)] = 0
+    """CPU threads that encode; 0 = as many as the trainer has."""
+
+    @property
+    def deltas(self) -> bool:
+        return self.mode == "delta"
+
+
 class CheckpointConfig(Section):
     """Saving and resuming."""
 
@@ -336,6 +361,7 @@ class RunConfig(Section):
     optim: OptimConfig = OptimConfig()
     loss: LossConfig = LossConfig()
     trainer: TrainerConfig = TrainerConfig()
+    sync: SyncConfig = SyncConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig = EvalConfig()
     launch: LaunchConfig = LaunchConfig()

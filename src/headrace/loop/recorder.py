@@ -156,7 +156,7 @@ class Recorder:
             loss=sum(r.loss for r in reports) / max(1, len(reports)),
             grad_norm=optims[-1].grad_norm if optims else 0.0,
             lr=optims[-1].lr if optims else 0.0,
-            metrics=reports[-1].metrics if reports else {},
+            metrics={**(reports[-1].metrics if reports else {}), **handoff.metrics()},
         )
         self._stimulus.flush()
         self._log.append(record)
@@ -187,6 +187,7 @@ class Recorder:
         model_dir: str | None,
         stats: EngineStats,
         evals: Sequence[EvalRecord],
+        handoff: Handoff,
     ) -> RunSummary:
         """Check the ledger once more and write the end of the run."""
         ledger, health = self._controller.ledger, self._controller.health
@@ -217,6 +218,8 @@ class Recorder:
             trainer_shares={str(k): v for k, v in health.trainer_shares(whole_run=True).items()},
             generator_shares=_generator_shares(stats, health.blocked_frac(whole_run=True)),
             model_dir=model_dir,
+            sync=handoff.totals.summary(),
+            sync_mode=self._config.sync.mode,
             resumed_tok=self._resumed_tok,
             resumed_groups=self._resumed_groups,
         )

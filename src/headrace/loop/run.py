@@ -245,7 +245,12 @@ class Run:
             await self._trainer(parts.learner.export(str(parts.folder.model)), "saving the model")
             model_dir = str(parts.folder.model)
         self.summary = parts.recorder.finished(
-            reason=reason, train_s=train_s, model_dir=model_dir, stats=stats, evals=self.evals
+            reason=reason,
+            train_s=train_s,
+            model_dir=model_dir,
+            stats=stats,
+            evals=self.evals,
+            handoff=parts.handoff,
         )
         return self.summary
 

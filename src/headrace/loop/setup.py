@@ -48,6 +48,8 @@ def generator_spec(config: RunConfig, model_dir: Path | None, run_id: str) -> Ro
         kwargs |= {"model_dir": str(model_dir), "dtype": config.model.dtype, "device": config.model.device}
     else:
         kwargs |= {"options": dict(config.engine.options)}
+    if config.engine.kind in ENGINES:
+        kwargs |= {"verify_every": config.sync.verify_every}
     core = factory_of(config.engine.kind, ENGINES, key="engine.kind")
     return RoleSpec(
         name="generator",
@@ -65,6 +67,8 @@ def trainer_spec(config: RunConfig, model_dir: Path | None) -> RoleSpec:
         kwargs={
             "factory": factory_of(config.trainer.kind, LEARNERS, key="trainer.kind"),
             "kwargs": {"config": config.model_dump(mode="json"), "model_dir": str(model_dir)},
+            "sync": config.sync.model_dump(mode="json"),
+            "threads": threads(config).trainer,
         },
         threads=threads(config).trainer,
     )

@@ -14,6 +14,7 @@ from typing import Literal, Protocol
 from headrace.records import Completion, GenRequest
 from headrace.rollout.profile import DecodePoint
 from headrace.sync.manifest import Manifest
+from headrace.sync.report import SyncReport
 
 KvPolicy = Literal["keep", "recompute", "flush"]
 
@@ -31,6 +32,8 @@ class SwapReport:
     """Seconds during which no token was decoded."""
     recomputed_tok: int
     """Tokens whose KV was computed again."""
+    sync: SyncReport | None = None
+    """What a delta cost on this side; None for a full snapshot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +101,10 @@ class EngineCore(Protocol):
         """Unknown or ended ids are ignored."""
         ...
 
-    def stage(self, manifest: Manifest) -> None: ...
+    def stage(self, manifest: Manifest) -> None:
+        """As Engine.stage. A core whose attribute `takes_deltas` is True is also given StoreManifests; these it may be
+        asked to stage in another thread, beside `step`, but never beside `swap`."""
+        ...
 
     def swap(self, version: int, kv: KvPolicy) -> SwapReport: ...
 

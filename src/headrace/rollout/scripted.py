@@ -22,11 +22,16 @@ from headrace.config.schema import EngineConfig
 from headrace.errors import ConfigError, EngineError, SyncError
 from headrace.records import Completion, FinishReason, GenRequest
 from headrace.rollout.counter_rng import seed_bits, uniform
+from headrace.rollout.delivery import Deliveries
 from headrace.rollout.engine import EngineStats, KvPolicy, SwapReport
 from headrace.rollout.profile import StepProfile
 from headrace.rollout.spans import spans_of
-from headrace.sync.manifest import Manifest
+from headrace.sync.manifest import Manifest, StoreManifest
 from headrace.sync.receive import read_version
+from headrace.sync.replica import MemoryReplica, newest_layout
+from headrace.sync.report import SyncReport
+from headrace.sync.staging import Patch
+from headrace.sync.store import Store
 
 _LENGTH, _ANSWER, _TOKENS = -1, -2, 0
 """Positions of the counter generator that decide the length, the answer, and (from there on) the tokens."""
@@ -66,7 +71,7 @@ class ScriptedOptions(BaseModel):
     wrong_text: str = "0"
     """What it takes for wrong."""
     verify_weights: bool = True
-    """Read and check the file of a staged version; false for hand-offs without files."""
+    """Fetch, check and hold the weights of a staged version; false for hand-offs without files."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -80,18 +85,42 @@ class _Running:
     versions: list[tuple[int, int]] = field(default_factory=list)
 
 
+class _Memory(MemoryReplica):
+    """Weights that nothing reads."""
+
+    def expect(self, patches: Sequence[Patch]) -> None:
+        return None
+
+
+def _memory(store: Store) -> _Memory:
+    layout = newest_layout(store)
+    if layout is None:
+        raise SyncError(f"{store.url} holds no version")
+    return _Memory(MemoryReplica.zeros(layout).arrays())
+
+
 class ScriptedCore:
     """Implements `engine.EngineCore`."""
 
+    takes_deltas = True
+
     def __init__(
-        self, options: ScriptedOptions, *, config: EngineConfig, run_id: str, version: int, clock: Clock
+        self,
+        options: ScriptedOptions,
+        *,
+        config: EngineConfig,
+        run_id: str,
+        version: int,
+        clock: Clock,
+        verify_every: int = 8,
     ) -> None:
         self._options, self._config, self._run_id, self._clock = options, config, run_id, clock
         self._version, self._digest = version, ""
         self._waiting: deque[_Running] = deque()
         self._running: list[_Running] = []
         self._ended: list[Completion] = []
-        self._staged: dict[int, str] = {}
+        self._staged: dict[int, Manifest] = {}
+        self._deliveries = Deliveries(run_id=run_id, target=_memory, verify_every=verify_every, threads=1)
         self._decode_tok = self._prefill_tok = self._shared_tok = 0
         self._decode_s = self._prefill_s = self._paused_s = 0.0
         self._profile = StepProfile()
@@ -140,15 +169,19 @@ class ScriptedCore:
         if manifest.run_id != self._run_id:
             raise SyncError(f"version {manifest.version} belongs to run {manifest.run_id!r}, this is {self._run_id!r}")
         if self._options.verify_weights:
-            read_version(manifest, run_id=self._run_id)
-        self._staged[manifest.version] = manifest.digest
+            if isinstance(manifest, StoreManifest):
+                self._deliveries.stage(manifest)
+            else:
+                read_version(manifest, run_id=self._run_id)
+        self._staged[manifest.version] = manifest
 
     def swap(self, version: int, kv: KvPolicy) -> SwapReport:
-        pause_s, recomputed_tok = 0.0, 0
+        pause_s, recomputed_tok, sync = 0.0, 0, None
         if version != self._version:
             if version < self._version or version not in self._staged:
                 have = ", ".join(f"v{v}" for v in sorted(self._staged)) or "none"
                 raise SyncError(f"cannot swap to v{version}: v{self._version} is served, staged versions: {have}")
+            sync = self._land(version)
             self._version, pause_s = version, self._options.swap_s
             if kv != "keep":
                 recomputed_tok = sum(len(r.request.prompt_ids) + len(r.ids) - 1 for r in self._running)
@@ -157,15 +190,24 @@ class ScriptedCore:
                     item.kv_version = version
             self._wait(pause_s)
             self._paused_s += pause_s
-        self._digest = self._staged.get(version, self._digest)
-        self._staged = {v: digest for v, digest in self._staged.items() if v >= version}
+        elif version in self._staged:
+            sync = self._land(version)
+        self._staged = {v: manifest for v, manifest in self._staged.items() if v > version}
         return SwapReport(
             version=self._version,
             digest=self._digest,
             running=len(self._running),
             pause_s=pause_s,
             recomputed_tok=recomputed_tok,
+            sync=sync,
         )
+
+    def _land(self, version: int) -> SyncReport | None:
+        manifest, sync = self._staged.pop(version), None
+        if isinstance(manifest, StoreManifest) and self._options.verify_weights:
+            sync = self._deliveries.land(version)
+        self._digest = manifest.digest
+        return sync
 
     def stats(self) -> EngineStats:
         used_tok = sum(len(r.request.prompt_ids) + len(r.ids) for r in self._running)
@@ -193,9 +235,8 @@ class ScriptedCore:
         computed_tok = 0
         while self._waiting and len(self._running) < self._config.max_batch:
             item = self._waiting.popleft()
-            if item.request.min_version > self._version:
-                wants = f"the engine serves v{self._version}, the request wants >= v{item.request.min_version}"
-                self._end(item, "error", wants)
+            if reason := item.request.refusal(self._version):
+                self._end(item, "error", reason)
                 continue
             item.kv_version = self._version
             prefix = (item.request.group_id, item.request.prompt_ids)
@@ -289,7 +330,13 @@ class ScriptedCore:
 
 
 def build(
-    *, options: Mapping[str, Any], engine: Mapping[str, Any], run_id: str, version: int = 0, clock: Clock | None = None
+    *,
+    options: Mapping[str, Any],
+    engine: Mapping[str, Any],
+    run_id: str,
+    version: int = 0,
+    clock: Clock | None = None,
+    verify_every: int = 8,
 ) -> ScriptedCore:
     """A scripted core; `engine` is EngineConfig.model_dump(). Raises ConfigError for options that do not exist.
 
@@ -303,5 +350,10 @@ def build(
     if parsed.length == "list" and not parsed.length_list:
         raise ConfigError("engine.options: length = 'list' needs length_list with at least one length")
     return ScriptedCore(
-        parsed, config=EngineConfig(**engine), run_id=run_id, version=version, clock=clock or WallClock()
+        parsed,
+        config=EngineConfig(**engine),
+        run_id=run_id,
+        version=version,
+        clock=clock or WallClock(),
+        verify_every=verify_every,
     )

@@ -47,6 +47,18 @@ def count(number: float) -> str:
     return f"{number / 1e9:.3g}G"
 
 
+def size_text(size_bytes: float) -> str:
+    """Bytes with a decimal unit.
+
+    >>> size_text(812), size_text(1_310_000), size_text(269e6)
+    ('812 B', '1.31 MB', '269 MB')
+    """
+    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if size_bytes >= unit:
+            return f"{size_bytes / unit:.3g} {name}"
+    return f"{size_bytes:.0f} B"
+
+
 def percent(share: float, digits: int = 0) -> str:
     """A share as per cent.
 

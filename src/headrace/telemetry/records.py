@@ -146,6 +146,12 @@ class RunSummary:
     """Part of trained_tok that was trained before the last resume: train_s and rates are of this process."""
     resumed_groups: int = 0
     """The same of groups["trained"]."""
+    sync_mode: str = ""
+    """delta or full."""
+    sync: Mapping[str, float] = field(default_factory=dict)
+    """Deliveries of this process, the base excluded: sizes in bytes per version (bytes, full_bytes), ratio = full over
+    sent, ratio_to_limit = entropy limit over sent (1 is perfect, 0 not computed), density = changed elements, mean
+    seconds per version by part (diff_s encode_s put_s get_s decode_s pause_s apply_s verify_s), counts."""
 
 
 Record = StepRecord | EvalRecord | ProfileRecord | RunSummary

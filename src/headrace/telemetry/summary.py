@@ -11,7 +11,8 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from headrace.telemetry.format import count, duration, percent, sparkline
+from headrace.telemetry.deliveries import PARTS
+from headrace.telemetry.format import count, duration, percent, size_text, sparkline
 from headrace.telemetry.panels import share_bar
 from headrace.telemetry.records import BUCKETS, RunSummary
 from headrace.telemetry.report import FILE_NAME as REPORT
@@ -140,6 +141,25 @@ def _accounts(summary: RunSummary) -> list[tuple[str, Text]]:
         rows.append(("lag", _lag(summary.lag_hist)))
     if summary.accept_by_length:
         rows.append(("accepted", _accepted(summary.accept_by_length)))
+    if summary.sync:
+        rows += _delivery(summary.sync_mode, summary.sync)
+    return rows
+
+
+def _delivery(mode: str, sync: Mapping[str, float]) -> list[tuple[str, Text]]:
+    """How weights travelled: sizes against a full snapshot and the entropy limit, then where the time went."""
+    size = Text(f"{size_text(sync['bytes'])} a version")
+    if mode == "delta":
+        size.append(f"  {sync['ratio']:.0f} x smaller than {size_text(sync['full_bytes'])}", style="bold")
+        size.append(f"  {percent(sync['density'], 2)} changed", style="dim")
+        if sync["ratio_to_limit"]:
+            size.append(f"  {percent(sync['ratio_to_limit'])} of limit", style="dim")
+    times = "  ".join(f"{part.removesuffix('_s')} {1000 * sync[part]:.0f}" for part in PARTS if part in sync)
+    rows = [("weights", size), ("", Text(f"ms: {times}", style="dim"))]
+    if sync["resyncs"] or sync["failed_swaps"]:
+        rows.append(
+            ("", Text(f"{sync['resyncs']:.0f} resyncs, {sync['failed_swaps']:.0f} swaps taken back", style="yellow"))
+        )
     return rows
 
 

@@ -7,28 +7,35 @@ from pathlib import Path
 from typing import Any
 
 from headrace import plugins
+from headrace.config.schema import SyncConfig
 from headrace.records import Batch
 from headrace.sync.manifest import Manifest
-from headrace.sync.publish import write_version
 from headrace.trainer.learner import ForwardBackwardReport, OptimReport
+from headrace.trainer.publishing import Publishing
 
 METHODS = ("train", "forward_backward", "optim_step", "named_arrays", "save", "load", "export", "describe")
 FACTORIES = {"torch": "headrace.trainer.torch_learner:build", "scripted": "headrace.trainer.scripted:build"}
 """Built-in values of trainer.kind."""
 
 
-def build_servant(*, factory: str, kwargs: Mapping[str, Any]) -> LearnerServant:
-    """Build the learner: `factory` is a name in FACTORIES or "module:function", called with `kwargs`."""
+def build_servant(
+    *, factory: str, kwargs: Mapping[str, Any], sync: Mapping[str, Any] | None = None, threads: int = 1
+) -> LearnerServant:
+    """Build the learner: `factory` is a name in FACTORIES or "module:function", called with `kwargs`.
+
+    `sync` is SyncConfig.model_dump(), `threads` what the role has.
+    """
     make = plugins.resolve(FACTORIES.get(factory, factory), what="trainer.kind")
-    return LearnerServant(make(**kwargs))
+    return LearnerServant(make(**kwargs), Publishing(SyncConfig(**(sync or {})), threads=threads))
 
 
 class LearnerServant:
     """What the controller can call (see roles.py). Arguments and results are plain data."""
 
-    def __init__(self, learner: Any) -> None:
+    def __init__(self, learner: Any, publishing: Publishing) -> None:
         plugins.require_methods(learner, METHODS, what="learner")
         self._learner = learner
+        self._publishing = publishing
 
     def train(self, batch: Batch) -> tuple[list[ForwardBackwardReport], list[OptimReport]]:
         """All updates on one batch (trainer.updates_per_batch of them)."""
@@ -46,9 +53,8 @@ class LearnerServant:
         return report
 
     def publish(self, folder: str, run_id: str, version: int) -> Manifest:
-        """Write the weights to serve as one version; SyncError. What must survive a power cut is the checkpoint."""
-        arrays = self._learner.named_arrays()
-        return write_version(Path(folder), run_id=run_id, version=version, arrays=arrays, durable=False)
+        """Publish the weights to serve as one version; SyncError."""
+        return self._publishing.publish(self._learner.named_arrays(), folder=folder, run_id=run_id, version=version)
 
     def save(self, folder: str) -> None:
         """Write a checkpoint into an existing empty folder."""
@@ -57,6 +63,7 @@ class LearnerServant:
     def load(self, folder: str) -> None:
         """Restore a checkpoint; DataError."""
         self._learner.load(Path(folder))
+        self._publishing.forget()
 
     def export(self, folder: str) -> None:
         """Write the model in Hugging Face layout."""

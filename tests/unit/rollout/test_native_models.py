@@ -31,7 +31,7 @@ from headrace.rollout.native.core import NativeCore, build
 from headrace.rollout.native.decoder import Decoder
 from headrace.rollout.native.fallback import Fallback
 from headrace.rollout.native.loading import named_tensors, to_array
-from headrace.sync.manifest import Manifest, chain_digest
+from headrace.sync.manifest import FullManifest, chain_digest
 from headrace.sync.publish import tensor_info, write_version
 
 RUN = "run-1"
@@ -218,7 +218,7 @@ def test_a_shared_prefix_changes_nothing_but_the_work(late: bool, folders: Any) 
         np.testing.assert_allclose(done[name].logp_N, expected.logp_N, atol=1e-5)
 
 
-def publish(folder: Path, out: Path, version: int, scale: float, run_id: str = RUN) -> Manifest:
+def publish(folder: Path, out: Path, version: int, scale: float, run_id: str = RUN) -> FullManifest:
     named = named_tensors(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
     arrays = [(n, to_array(t * scale)) for n, t in named.items()]
     return write_version(out, run_id=run_id, version=version, arrays=arrays)

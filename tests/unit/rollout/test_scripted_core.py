@@ -18,7 +18,7 @@ from headrace.errors import ConfigError, SyncError
 from headrace.records import Completion, GenRequest, SamplingParams
 from headrace.rollout.scripted import ScriptedCore, build
 from headrace.rollout.spans import spans_of
-from headrace.sync.manifest import Manifest
+from headrace.sync.manifest import FullManifest
 
 
 def core_of(clock: VirtualClock | None = None, max_batch: int = 8, **options: Any) -> ScriptedCore:
@@ -40,8 +40,8 @@ def run(core: ScriptedCore, *requests: GenRequest) -> dict[str, Completion]:
     return done
 
 
-def manifest(version: int, run_id: str = "run") -> Manifest:
-    return Manifest(run_id=run_id, version=version, digest=f"d{version}", path="", tensors=(), bytes=0)
+def manifest(version: int, run_id: str = "run") -> FullManifest:
+    return FullManifest(run_id=run_id, version=version, digest=f"d{version}", path="", tensors=(), bytes=0)
 
 
 def test_time_follows_the_law() -> None:
@@ -118,7 +118,7 @@ def test_versions_are_honoured() -> None:
     assert core.stats().digest == ""
     core.stage(manifest(0))
     assert core.swap(0, "keep").digest == "d0"
-    with pytest.raises(SyncError, match="staged versions: v0"):
+    with pytest.raises(SyncError, match="v0 is served, staged versions: none"):
         core.swap(1, "keep")
     with pytest.raises(SyncError, match="'other'"):
         core.stage(manifest(1, "other"))
@@ -129,7 +129,7 @@ def test_versions_are_honoured() -> None:
     with pytest.raises(SyncError, match="v2 is served"):
         core.swap(0, "keep")
     with pytest.raises(SyncError, match="v000003"):
-        core_of().stage(Manifest(run_id="run", version=3, digest="", path="v000003", tensors=(), bytes=0))
+        core_of().stage(FullManifest(run_id="run", version=3, digest="", path="v000003", tensors=(), bytes=0))
 
 
 def test_options_are_strict() -> None:

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 from tiny import random_batch, recipe
 
+from headrace.config.schema import SyncConfig
 from headrace.errors import ConfigError, LearnerError, PluginError
 from headrace.sync.receive import read_version
+from headrace.trainer.publishing import Publishing
 from headrace.trainer.remote import RemoteLearner
 from headrace.trainer.schedule import learning_rate
 from headrace.trainer.worker import LearnerServant, build_servant
@@ -35,9 +37,9 @@ class DirectHandle:
         return getattr(self.servant, method)(*args)
 
 
-def scripted(**options: Any) -> LearnerServant:
+def scripted(mode: str = "full", **options: Any) -> LearnerServant:
     config = recipe(trainer={"kind": "scripted", "options": options}).model_dump()
-    return build_servant(factory="scripted", kwargs={"config": config, "model_dir": ""})
+    return build_servant(factory="scripted", kwargs={"config": config, "model_dir": ""}, sync={"mode": mode})
 
 
 def test_scripted_contract(tmp_path: Path) -> None:
@@ -81,7 +83,7 @@ def test_scripted_failures_and_options() -> None:
 
 def test_a_learner_without_the_methods_is_refused() -> None:
     with pytest.raises(PluginError, match="lacks train"):
-        LearnerServant(object())
+        LearnerServant(object(), Publishing(SyncConfig(), threads=1))
 
 
 def test_worker_and_scripted_learner_load_without_torch() -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from headrace.rollout.native.held import Held
 from headrace.sync.manifest import TensorInfo
 
 
@@ -40,6 +41,10 @@ class Backend(Protocol):
 
     def stage(self, arrays: Mapping[str, NDArray[np.generic]]) -> Any:
         """Weights in the form that `swap` wants; the served ones stay untouched."""
+        ...
+
+    def held(self) -> Held:
+        """The served weights for deltas to be applied to, in place. A `swap` ends its validity."""
         ...
 
     def swap(self, staged: Any, infos: tuple[TensorInfo, ...]) -> None:

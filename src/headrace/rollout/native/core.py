@@ -11,7 +11,8 @@ Rows 0..n-1 are in use whenever a step decodes, so that the arithmetic needs no 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from headrace.clock import Clock, WallClock
 from headrace.config.schema import EngineConfig
 from headrace.errors import ConfigError, EngineError, SyncError
 from headrace.records import Completion, FinishReason, GenRequest
+from headrace.rollout.delivery import Deliveries
 from headrace.rollout.engine import EngineStats, KvPolicy, SwapReport
 from headrace.rollout.native import loading
 from headrace.rollout.native.backend import Backend
@@ -29,14 +31,28 @@ from headrace.rollout.native.running import Running
 from headrace.rollout.native.sampling import draw
 from headrace.rollout.native.text import Detokenizer
 from headrace.rollout.profile import StepProfile
-from headrace.sync.manifest import Manifest, TensorInfo, chain_digest
+from headrace.sync.manifest import FullManifest, Manifest, StoreManifest, TensorInfo, chain_digest
 from headrace.sync.receive import read_version
+from headrace.sync.report import SyncReport
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 
 
+@dataclass(frozen=True, slots=True)
+class _Staged:
+    """A version that waits for its swap."""
+
+    digest: str
+    land: Callable[[], SyncReport | None]
+    """Puts it in place."""
+    stalled_s: float
+    """Decoding stood still for staging it."""
+
+
 class NativeCore:
     """Continuous batching over a Backend; implements `engine.EngineCore`."""
+
+    takes_deltas = True
 
     def __init__(
         self,
@@ -48,6 +64,7 @@ class NativeCore:
         end_ids: frozenset[int],
         detokenizer: Detokenizer,
         clock: Clock,
+        verify_every: int = 8,
     ) -> None:
         self._backend, self._config, self._run_id = backend, config, run_id
         self._end_ids, self._detokenizer, self._clock = end_ids, detokenizer, clock
@@ -55,7 +72,10 @@ class NativeCore:
         self._waiting: deque[Running] = deque()
         self._rows: list[Running | None] = []
         self._ended: list[Completion] = []
-        self._staged: dict[int, tuple[str, tuple[TensorInfo, ...], Any]] = {}
+        self._staged: dict[int, _Staged] = {}
+        self._verify_every = verify_every
+        self._deliveries = self._new_deliveries()
+        self._broken = ""
         self._decode_tok = self._prefill_tok = self._shared_tok = 0
         self._decode_s = self._prefill_s = self._paused_s = 0.0
         self._profile = StepProfile()
@@ -90,6 +110,8 @@ class NativeCore:
 
     @torch.inference_mode()
     def step(self) -> list[Completion]:
+        if self._broken:
+            raise EngineError(f"nothing can be decoded: {self._broken}")
         self._admit()
         self._compact()
         if self._rows:
@@ -107,34 +129,70 @@ class NativeCore:
     def stage(self, manifest: Manifest) -> None:
         if manifest.version == self._version and manifest.digest == self._digest:
             return
-        if manifest.version <= self._version:
+        # The first weights have the digest of a snapshot; from a store they come under another one.
+        renames = isinstance(manifest, StoreManifest) and not self._deliveries.landed
+        if manifest.version < self._version or (manifest.version == self._version and not renames):
             raise SyncError(
                 f"version {manifest.version} (digest {manifest.digest}) cannot be staged: "
                 f"the engine serves v{self._version} (digest {self._digest}) and versions never go down"
             )
         staged = self._staged.get(manifest.version)
-        if staged is not None and staged[0] == manifest.digest:
+        if staged is not None and staged.digest == manifest.digest:
             return
+        if isinstance(manifest, StoreManifest):
+            self._stage_delta(manifest)
+        else:
+            self._stage_full(manifest)
+
+    def _stage_full(self, manifest: FullManifest) -> None:
         started_s = self._clock.now()
         arrays = read_version(manifest, run_id=self._run_id)
-        _check_same_model(manifest, self._backend.infos)
-        self._staged[manifest.version] = (manifest.digest, manifest.tensors, self._backend.stage(arrays))
-        self._paused_s += self._clock.now() - started_s
+        layout = [(t.name, t.dtype, t.shape) for t in manifest.tensors]
+        _check_same_model(manifest.version, layout, self._backend.infos)
+        weights = self._backend.stage(arrays)
+
+        stalled_s = self._clock.now() - started_s
+
+        def land() -> None:
+            self._backend.swap(weights, manifest.tensors)
+            self._deliveries = self._new_deliveries()
+
+        self._staged[manifest.version] = _Staged(manifest.digest, land, stalled_s)
+        self._paused_s += stalled_s
+
+    def _stage_delta(self, manifest: StoreManifest) -> None:
+        """Not a pause: the worker stages beside decoding."""
+        version, deliveries = manifest.version, self._deliveries
+        layout = [(spec.name, spec.dtype, spec.shape) for spec in deliveries.stage(manifest)]
+        if layout:
+            _check_same_model(version, layout, self._backend.infos)
+        if version == self._version and (count := deliveries.changes(version)):
+            deliveries.forget(version)
+            raise SyncError(
+                f"version {version} is served, but {count} elements differ from what was published under that number"
+            )
+        self._staged[version] = _Staged(manifest.digest, lambda: deliveries.land(version), 0.0)
+
+    def _new_deliveries(self) -> Deliveries:
+        return Deliveries(
+            run_id=self._run_id,
+            target=lambda store: self._backend.held(),
+            verify_every=self._verify_every,
+            threads=torch.get_num_threads(),
+        )
 
     @torch.inference_mode()
     def swap(self, version: int, kv: KvPolicy) -> SwapReport:
         running = list(self._running())
-        recomputed_tok, started_s = 0, self._clock.now()
+        recomputed_tok, started_s, stalled_s, sync = 0, self._clock.now(), 0.0, None
+        if version in self._staged:
+            stalled_s = self._staged[version].stalled_s
+            sync = self._land(version)
+        elif version != self._version:
+            have = ", ".join(f"v{v}" for v in sorted(self._staged)) or "none"
+            raise SyncError(f"cannot swap to v{version}: the engine serves v{self._version}, staged versions: {have}")
         if version != self._version:
-            if version not in self._staged:
-                have = ", ".join(f"v{v}" for v in sorted(self._staged)) or "none"
-                raise SyncError(
-                    f"cannot swap to v{version}: the engine serves v{self._version}, staged versions: {have}"
-                )
-            self._digest, infos, weights = self._staged[version]
-            self._backend.swap(weights, infos)
             self._version = version
-            self._staged = {v: staged for v, staged in self._staged.items() if v > version}
             if kv != "keep":
                 recomputed_tok = self._recompute()
             if kv == "flush":
@@ -146,9 +204,23 @@ class NativeCore:
             version=self._version,
             digest=self._digest,
             running=len(running),
-            pause_s=pause_s,
+            pause_s=stalled_s + pause_s,
             recomputed_tok=recomputed_tok,
+            sync=sync,
         )
+
+    def _land(self, version: int) -> SyncReport | None:
+        """Put a staged version in place; on SyncError the old one goes on, or nothing is decoded any more."""
+        staged = self._staged.pop(version)
+        try:
+            sync = staged.land()
+        except SyncError as exc:
+            if self._deliveries.fenced:
+                self._broken = str(exc)
+            raise
+        self._broken, self._digest = "", staged.digest
+        self._staged = {v: later for v, later in self._staged.items() if v > version}
+        return sync
 
     def stats(self) -> EngineStats:
         running = list(self._running())
@@ -232,13 +304,13 @@ class NativeCore:
             self._profile.prefilled(tok=computed_tok, seconds=seconds)
 
     def _next_waiting(self) -> Running | None:
-        """The next request that may start; those that want newer weights end here."""
+        """The next request that may start; those that want other weights end here."""
         while self._waiting:
             item = self._waiting.popleft()
-            if item.request.min_version <= self._version:
+            reason = item.request.refusal(self._version)
+            if not reason:
                 return item
-            wants = f"the engine serves v{self._version}, the request wants >= v{item.request.min_version}"
-            self._end(item, "error", error=wants)
+            self._end(item, "error", error=reason)
         return None
 
     def _prefill(self, rows: list[int]) -> int:
@@ -315,6 +387,7 @@ def build(
     run_id: str,
     version: int = 0,
     ignore_end: bool = False,
+    verify_every: int = 8,
 ) -> NativeCore:
     """An engine core that serves the model in `model_dir` as `version`.
 
@@ -355,6 +428,7 @@ def build(
         end_ids=frozenset() if ignore_end else loading.end_ids(model_dir, model_config),
         detokenizer=Detokenizer(model_dir),
         clock=WallClock(),
+        verify_every=verify_every,
     )
 
 
@@ -367,13 +441,15 @@ def _device(name: str) -> str:
     return "mps" if torch.backends.mps.is_available() else "cpu"
 
 
-def _check_same_model(manifest: Manifest, served: tuple[TensorInfo, ...]) -> None:
-    """Raise SyncError that names the first tensor of another name, dtype or shape than the served one."""
-    new = {t.name: (t.dtype, t.shape) for t in manifest.tensors}
+def _check_same_model(
+    version: int, tensors: Iterable[tuple[str, str, tuple[int, ...]]], served: tuple[TensorInfo, ...]
+) -> None:
+    """Raise SyncError that names the first tensor (name, dtype, shape) that differs from the served one."""
+    new = {name: (dtype, shape) for name, dtype, shape in tensors}
     old = {t.name: (t.dtype, t.shape) for t in served}
     for name in sorted(new.keys() | old.keys()):
         if new.get(name) != old.get(name):
             raise SyncError(
-                f"version {manifest.version}: tensor {name!r} is {new.get(name, 'missing')}, "
+                f"version {version}: tensor {name!r} is {new.get(name, 'missing')}, "
                 f"the engine serves {old.get(name, 'no such tensor')}"
             )

@@ -18,9 +18,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from headrace.rollout.native import kernels
 from headrace.rollout.native.head import logits_fp32
+from headrace.rollout.native.held import Held
 from headrace.rollout.native.kv import KvCache
 from headrace.rollout.native.loading import infos_of, to_tensor
-from headrace.rollout.native.weights import Layer, Weights, can_pack, fuse
+from headrace.rollout.native.weights import Layer, Weights, can_pack, fuse, hold
 from headrace.sync.manifest import TensorInfo
 
 FAMILY = ("llama", "qwen2", "qwen3", "mistral")
@@ -122,6 +123,10 @@ class Decoder:
         """On the CPU the finished weights; for an accelerator, fused weights in host memory."""
         named = {name: to_tensor(array) for name, array in arrays.items()}
         return fuse(named, layers=self._n_layers, device="cpu", pack=self._pack)
+
+    def held(self) -> Held:
+        """See Backend."""
+        return hold(self._weights, {info.name: info.shape for info in self.infos})
 
     def swap(self, staged: Weights, infos: tuple[TensorInfo, ...]) -> None:
         if self._device == "cpu":

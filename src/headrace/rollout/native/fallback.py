@@ -11,7 +11,8 @@ import torch
 from numpy.typing import NDArray
 from transformers import DynamicCache
 
-from headrace.rollout.native.loading import infos_of, named_tensors, to_tensor
+from headrace.rollout.native.held import Held, Place
+from headrace.rollout.native.loading import infos_of, named_tensors, to_array, to_tensor
 from headrace.sync.manifest import TensorInfo
 
 
@@ -59,6 +60,11 @@ class Fallback:
 
     def stage(self, arrays: Mapping[str, NDArray[np.generic]]) -> dict[str, torch.Tensor]:
         return {name: to_tensor(array) for name, array in arrays.items()}
+
+    def held(self) -> Held:
+        named = named_tensors(self._model)
+        off_host = {name: [Place(tensor)] for name, tensor in named.items() if tensor.device.type != "cpu"}
+        return Held({name: to_array(tensor) for name, tensor in named.items()}, off_host)
 
     def swap(self, staged: dict[str, torch.Tensor], infos: tuple[TensorInfo, ...]) -> None:
         for name, tensor in named_tensors(self._model).items():

@@ -1,0 +1,78 @@
+"""How the trainer's process publishes: deltas into a store, or full snapshots into a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.config.schema import SyncConfig
+from headrace.sync.codec import warm_up
+from headrace.sync.compactor import Compactor
+from headrace.sync.manifest import Manifest, StoreManifest
+from headrace.sync.publish import write_version
+from headrace.sync.publisher import DeltaPublisher
+from headrace.sync.store import Store
+
+_KEEP_VERSIONS = 8
+"""Newest versions whose deltas stay although a newer keyframe is there: more than any landing can be behind."""
+_GRACE_S = 60.0
+"""Objects that nothing names stay as long: a receiver may be reading them."""
+
+Arrays = Iterable[tuple[str, NDArray[np.generic]]]
+
+
+class Publishing:
+    """One run's publishing side. What must survive a power cut is the checkpoint, so nothing here is flushed to disk.
+
+    Deltas are measured against the version published before, whether or not a generator took it: a receiver names what
+    it holds by its hash and finds its own way from there, at worst from a keyframe.
+    """
+
+    def __init__(self, config: SyncConfig, *, threads: int) -> None:
+        self._config = config
+        self._threads = config.threads or threads
+        self._publisher: DeltaPublisher | None = None
+        self._store: Store | None = None
+        self._count = 0
+
+    def forget(self) -> None:
+        """The weights were replaced from outside: the next version is measured against what the store holds."""
+        self._publisher = None
+
+    def publish(self, arrays: Arrays, *, folder: str, run_id: str, version: int) -> Manifest:
+        """Publish one version; `folder` is where scratch data of the run may lie. Raises SyncError."""
+        if not self._config.deltas:
+            return write_version(Path(folder), run_id=run_id, version=version, arrays=arrays, durable=False)
+        tensors = dict(arrays)
+        if self._publisher is None or self._store is None:
+            store = self._store = Store(self._url(folder, run_id), durable=False)
+            for dtype in {_dtype(array) for array in tensors.values()}:
+                warm_up(dtype)
+            every = self._config.keyframe_every
+            publisher = DeltaPublisher(
+                store, run_id=run_id, keyframe_every=every, threads=self._threads, with_limit=False
+            )
+            report = publisher.start(tensors, version=version)
+            self._publisher, self._count = publisher, 0
+        else:
+            store = self._store
+            self._count += 1
+            limit_every = self._config.limit_every
+            # The first delta is measured too, so that a short run can say how good its deltas were.
+            with_limit = bool(limit_every) and (self._count - 1) % limit_every == 0
+            report = self._publisher.publish(tensors, version=version, step=version, with_limit=with_limit)
+            if self._count % self._config.keyframe_every == 0:
+                Compactor(store, run_id=run_id).collect(keep_versions=_KEEP_VERSIONS, grace_s=_GRACE_S)
+        return StoreManifest(run_id=run_id, version=version, digest=report.digest, store=store.url, report=report)
+
+    def _url(self, folder: str, run_id: str) -> str:
+        """A store of the user's holds a folder for each run."""
+        own = self._config.store
+        return f"{own.rstrip('/')}/{run_id}" if own else str(Path(folder).resolve())
+
+
+def _dtype(array: NDArray[np.generic]) -> str:
+    return {"bfloat16": "BF16", "float16": "F16"}.get(array.dtype.name, "F32")
