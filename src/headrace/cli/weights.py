@@ -70,8 +70,10 @@ def apply(
 ) -> None:
     """Apply a delta to what it was made from; prove the result.
 
-    With -o, shards, config and tokenizer are as in A. With --in-place, old values are on disk before the first new one;
-    an update that was cut off, even by kill -9, is taken back by the next one or by `headrace weights recover`.
+    With -o, shards, config and tokenizer are as in A. With --in-place, old
+    values are on disk before the first new one; an update that was cut off,
+    even by kill -9, is taken back by the next one or by `headrace weights
+    recover`.
 
     Examples:
 
@@ -106,8 +108,9 @@ def verify(
 ) -> None:
     """Is A the from- or to-version of a delta, or equal to B?
 
-    Equality is of all bits, by digest. When it is neither: exit code 2 and the first difference by name. How
-    tensors are spread over files is no difference.
+    Equality is of all bits, by digest. When it is neither: exit code 2 and the
+    first difference by name. How tensors are spread over files is no
+    difference.
 
     Examples:
 
@@ -153,8 +156,8 @@ def inspect(
 ) -> None:
     """Show what changed, where and by how much.
 
-    A step is the distance between neighbouring values of the dtype. The limit is the entropy of these changes for
-    somebody who holds the old weights.
+    A step is the distance between neighbouring values of the dtype. The limit
+    is the entropy of these changes for somebody who holds the old weights.
 
     Examples:
 

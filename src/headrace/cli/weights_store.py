@@ -38,15 +38,15 @@ def publish(
 ) -> None:
     """Publish a checkpoint as a store's next version.
 
-    Whole the first time, then as deltas. What is the newest version already is not published again. Publishing
-    takes the run over: a training run that publishes
-    into the same store is fenced off.
+    Whole the first time, then as deltas. What is the newest version already is
+    not published again. Publishing takes the run over: a training run that
+    publishes into the same store is fenced off.
 
     Examples:
 
       headrace weights publish step-100 --store /mnt/shared/policy
 
-      headrace weights publish step-110 --store s3://bucket/policy --keyframe-every 50
+      headrace weights publish step-110 --store s3://bucket/policy
     """
     from headrace.cli import weights_view
     from headrace.cli.console import err
@@ -90,15 +90,16 @@ def pull(
 ) -> None:
     """Keep a folder at a store's newest version.
 
-    By deltas from what it holds. Each version is a new model.safetensors that replaces the old one as a whole, then
-    version.json. Ctrl-C and kill -9 leave a whole version at any time, and the next pull goes on. With --json, one
+    By deltas from what it holds. Each version is a new model.safetensors that
+    replaces the old one as a whole, then version.json. Ctrl-C and kill -9 leave
+    a whole version at any time, and the next pull goes on. With --json, one
     line per version.
 
     Examples:
 
-      headrace weights pull --store s3://bucket/policy --follow serving --files-from step-100
+      headrace weights pull --store /mnt/policy --follow serving --files-from a
 
-      headrace weights pull --store https://example.org/policy --follow serving --once
+      headrace weights pull --store https://x.org/policy --follow serving --once
     """
     from headrace.cli import weights_view
     from headrace.cli.console import err, warn
@@ -157,8 +158,9 @@ def squash(
 ) -> None:
     """Merge the deltas between two versions into one.
 
-    It is smaller than their sum. The chain stays: who comes late takes whichever way has the fewest bytes. Needs
-    memory for two copies of the model.
+    It is smaller than their sum. The chain stays: who comes late takes
+    whichever way has the fewest bytes. Needs memory for two copies of the
+    model.
 
     Example: headrace weights squash --store /mnt/shared/policy 3 19
     """
@@ -187,7 +189,8 @@ def collect(
 ) -> None:
     """Delete old ways, and objects that nothing names.
 
-    The newest keyframe and all after it stay, and whatever a replica holds a lease on.
+    The newest keyframe and all after it stay, and whatever a replica holds a
+    lease on.
 
     Example: headrace weights gc --store /mnt/shared/policy --dry-run
     """
