@@ -36,8 +36,8 @@ format: $(VENV)/.installed-dev ## Format and fix what can be fixed by machine
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
-docs: $(VENV)/.installed-dev ## Write the generated pages (docs/config.md)
-	@$(BIN)/python -m headrace.config.document docs/config.md
+docs: $(VENV)/.installed-dev ## Write the generated pages of settings (docs/config.md, docs/plan-spec.md)
+	@$(BIN)/python -m headrace.config.document docs
 
 clean: ## Remove caches and build products; runs/ and the virtual environment stay
 	@rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -28,6 +28,8 @@ def loaded(statement: str) -> set[str]:
         "headrace.telemetry.records",
         "headrace.envs.env",
         "headrace.envs.registry",
+        "headrace.planner.plan",
+        "headrace.planner.page",
         "headrace.records",
         "headrace.roles",
         "headrace.plugins",

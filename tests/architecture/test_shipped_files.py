@@ -12,12 +12,17 @@ import pytest
 import typer
 
 from headrace.cli import app
+from headrace.cli.default_group import DefaultGroup
+from headrace.config.document import PAGES as GENERATED
 from headrace.config.document import render
-from headrace.config.load import load_recipe, parse_override
+from headrace.config.load import load_document, load_recipe, parse_override
+from headrace.config.schema import RunConfig
 from headrace.envs.registry import build_task
+from headrace.planner.spec import PlanSpec
 
 ROOT = Path(__file__).parents[2]
-RECIPES = sorted([*ROOT.glob("recipes/**/*.toml"), *ROOT.glob("examples/**/*.toml")])
+SPECS = sorted(ROOT.glob("examples/plans/*.toml"))
+RECIPES = sorted({*ROOT.glob("recipes/**/*.toml"), *ROOT.glob("examples/**/*.toml")} - set(SPECS))
 PAGES = sorted([ROOT / "README.md", ROOT / "AGENTS.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")])
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
@@ -26,6 +31,11 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 def test_every_recipe_loads(path: Path) -> None:
     config = load_recipe(path)
     assert config.recipe_dir == path.parent
+
+
+@pytest.mark.parametrize("path", SPECS, ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_every_spec_loads(path: Path) -> None:
+    assert load_document(PlanSpec, path, what="spec").model_fields_set
 
 
 @pytest.mark.slow
@@ -37,9 +47,9 @@ def test_every_recipe_has_its_task(path: Path) -> None:
     assert len(task.eval) <= config.env.eval_prompts
 
 
-def test_settings_page_is_up_to_date() -> None:
-    page = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
-    assert page == render(), "run `make docs`"
+@pytest.mark.parametrize("name", GENERATED)
+def test_settings_pages_are_up_to_date(name: str) -> None:
+    assert (ROOT / "docs" / name).read_text(encoding="utf-8") == render(name), "run `make docs`"
 
 
 def shell_lines(page: Path) -> list[str]:
@@ -66,9 +76,12 @@ def make_targets() -> set[str]:
 @pytest.mark.parametrize(("page", "words"), headrace_commands(), ids=lambda v: v if isinstance(v, str) else " ".join(v))
 def test_commands_in_documents_exist(page: str, words: list[str]) -> None:
     command = typer.main.get_command(app)
-    while words and words[0] in getattr(command, "commands", {}):
-        command = command.commands[words[0]]  # type: ignore[attr-defined]
-        words = words[1:]
+    while commands := getattr(command, "commands", {}):
+        if isinstance(command, DefaultGroup) and (not words or words[0] not in commands):
+            words = [command.default, *words]
+        if not words or words[0] not in commands:
+            break
+        command, words = commands[words[0]], words[1:]
     options = {name for p in command.params for name in (*p.opts, *p.secondary_opts)} | {"-h", "--help", "--debug"}
     unknown = [w for w in words if w.startswith("--") and w.split("=")[0] not in options]
     assert not unknown, f"{page}: no option {unknown}"
@@ -77,7 +90,7 @@ def test_commands_in_documents_exist(page: str, words: list[str]) -> None:
         if flag == "--set":
             parse_override(value)
     for word in words:
-        if word.endswith(".toml") and word.startswith("recipes/"):
+        if word.endswith(".toml") and word.startswith(("recipes/", "examples/")):
             assert (ROOT / word).is_file(), f"{page}: there is no {word}"
 
 
@@ -89,15 +102,14 @@ def test_make_targets_in_documents_exist() -> None:
 
 
 def test_toml_in_documents_is_settings() -> None:
-    """TOML blocks parse, and their tables and keys are settings of today."""
-    import headrace.config.schema as schema  # noqa: PLC0415 - keeps the module list of this file to what it tests
-
+    """TOML blocks parse, and their tables and keys are settings of today: of a recipe, or of a spec in planner.md."""
     for page in PAGES:
+        schema = PlanSpec if page.name == "planner.md" else RunConfig
         for language, body in BLOCK.findall(page.read_text(encoding="utf-8")):
             if language == "toml":
                 for key, value in tomllib.loads(body).items():
-                    assert key in schema.RunConfig.model_fields, f"{page.name}: {key}"
-                    section = schema.RunConfig.model_fields[key].annotation
+                    assert key in schema.model_fields, f"{page.name}: {key}"
+                    section = schema.model_fields[key].annotation
                     known = getattr(section, "model_fields", None)
                     if known is not None:
                         assert set(value) <= set(known), f"{page.name}: [{key}] {set(value) - set(known)}"
@@ -126,6 +138,6 @@ def test_agents_file_is_short() -> None:
 
 def test_shipped_files_name_no_machine() -> None:
     """No local paths or private indexes in what is published."""
-    files = [ROOT / "constraints.txt", ROOT / "Makefile", ROOT / "pyproject.toml", *PAGES, *RECIPES]
+    files = [ROOT / "constraints.txt", ROOT / "Makefile", ROOT / "pyproject.toml", *PAGES, *RECIPES, *SPECS]
     private = re.compile(r"file://|/root/|/home/|/opt/|/work/|@ ")
     assert [f.name for f in files if private.search(f.read_text(encoding="utf-8"))] == []

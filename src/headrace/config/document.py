@@ -1,4 +1,4 @@
-"""docs/config.md, generated from the schema: `python -m headrace.config.document docs/config.md`."""
+"""Pages of settings, generated from their schemas: `python -m headrace.config.document docs` writes all of them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 import re
 import sys
 import types
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -13,33 +15,60 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from headrace.config.schema import RunConfig
+from headrace.plugins import resolve
 
 _HIDDEN = {"recipe_dir"}
-_HEAD = """# Settings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page:
+    """One generated page."""
+
+    schema: str
+    """module:attr; a name, because schemas of higher layers have pages too."""
+    head: str
+    """Markdown above the tables."""
+
+
+PAGES: Mapping[str, Page] = {
+    "config.md": Page(
+        schema="headrace.config.schema:RunConfig",
+        head="""# Settings
 
 Generated from `src/headrace/config/schema.py` by `make docs`; do not edit.
 Every setting goes in a recipe (TOML) or on the command line: `--set flow.max_lag_steps=2`.
 Unknown keys, wrong types and impossible combinations are refused before anything starts.
-"""
+""",
+    ),
+    "plan-spec.md": Page(
+        schema="headrace.planner.spec:PlanSpec",
+        head="""# Plan specs
+
+Generated from `src/headrace/planner/spec.py` by `make docs`; do not edit. [planner.md](planner.md) explains the use.
+Every setting goes in a spec (TOML, `headrace plan SPEC`) or on the command line: `--set response.sigma=0.7`.
+Unknown keys, wrong types and impossible combinations are refused before anything is searched.
+""",
+    ),
+}
+"""File name to page."""
 
 
-def render() -> str:
-    """The whole page as Markdown."""
-    sections = {n: f for n, f in RunConfig.model_fields.items() if _model(f) is not None}
-    top = {n: f for n, f in RunConfig.model_fields.items() if n not in sections and n not in _HIDDEN}
-    parts = [_HEAD, _table("Top level", RunConfig.__doc__ or "", top)]
-    for name, field in sections.items():
-        model = _model(field)
-        assert model is not None
-        parts.append(_table(f"[{name}]", model.__doc__ or "", model.model_fields))
+def render(name: str) -> str:
+    """One of PAGES as Markdown."""
+    page = PAGES[name]
+    schema: type[BaseModel] = resolve(page.schema, what=f"the schema of {name}")
+    sections = {n: model for n, f in schema.model_fields.items() if (model := _model(f)) is not None}
+    top = {n: f for n, f in schema.model_fields.items() if n not in sections and n not in _HIDDEN}
+    parts = [page.head, _table("Top level", schema.__doc__ or "", top)]
+    parts += [_table(f"[{n}]", model.__doc__ or "", model.model_fields) for n, model in sections.items()]
     return "\n".join(parts)
 
 
-def write(path: Path) -> None:
-    """Write the page; missing folders are made."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(render(), encoding="utf-8")
+def write(folder: Path) -> None:
+    """Write every page into `folder`, which is made if it is missing."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in PAGES:
+        (folder / name).write_text(render(name), encoding="utf-8")
 
 
 def _table(title: str, text: str, fields: dict[str, FieldInfo]) -> str:
@@ -72,7 +101,7 @@ def _type(annotation: Any) -> str:
     if origin in (Union, types.UnionType):
         return ", ".join(_type(a) for a in args if a is not type(None))
     if origin is tuple:
-        return "array of " + {"str": "strings"}.get(args[0].__name__, "numbers")
+        return "array of " + re.sub("^(integer|number|string)", r"\1s", _type(args[0]))
     if origin is dict or annotation is dict:
         return "table"
     return {bool: "true, false", int: "integer", float: "number", str: "string"}.get(annotation, str(annotation))
