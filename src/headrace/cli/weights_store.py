@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -106,7 +107,6 @@ def pull(
     from headrace.sync.folder import follow
     from headrace.sync.store import Store
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     said: set[str] = set()
 
     def failed(error: Exception) -> None:
@@ -124,13 +124,23 @@ def pull(
         files_from=files_from,
         failed=failed,
     )
-    with contextlib.closing(landings):
+    with _terminated_like_interrupted(), contextlib.closing(landings):
         try:
             for landing in landings:
                 weights_view.show_landing(landing, folder, as_json=as_json)
         except KeyboardInterrupt:
             err().print(f"stopped; {folder} holds a whole version or none", style="dim", soft_wrap=True)
             raise
+
+
+@contextlib.contextmanager
+def _terminated_like_interrupted() -> Iterator[None]:
+    """SIGTERM, which is how services are stopped, ends a follower as Ctrl-C does."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def log(

@@ -101,9 +101,7 @@ def open_checkpoint(path: Path, *, writable: bool = False) -> Checkpoint:
         for name, (spec, values) in layout.items():
             if name in specs:
                 raise DataError(f"{path}: tensor {name!r} is in {file.name} and in another shard too")
-            if not values.flags.aligned and writable:
-                raise DataError(f"{file}: tensor {name!r} lies at an odd address; it cannot be changed in place")
-            specs[name], bits[name] = spec, values if values.flags.aligned else values.copy()
+            specs[name], bits[name] = spec, values if writable or values.flags.aligned else values.copy()
     if not specs:
         raise DataError(f"{path} holds no tensors")
     ordered = dict(sorted(specs.items()))

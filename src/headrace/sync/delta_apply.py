@@ -97,6 +97,9 @@ def apply_in_place(base: Path, delta: Delta, *, threads: int, progress: Progress
         linked = [file for file in checkpoint.files if file.is_symlink()]
         if linked:
             raise DataError(f"{linked[0]} is a link to {linked[0].resolve()}, perhaps shared; use -o for a copy")
+        odd = [name for name, bits in checkpoint.bits.items() if not bits.flags.aligned]
+        if odd:
+            raise DataError(f"{base}: tensor {odd[0]!r} lies at an odd address; use -o for a copy")
         check_base(checkpoint, delta, threads=threads, progress=progress)
         patches = stage(
             [delta.step()], after=delta.after, held=checkpoint.bits, held_table=delta.before, back={}

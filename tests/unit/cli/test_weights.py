@@ -165,6 +165,42 @@ def test_single_files_and_other_forms_of_weights(world: World) -> None:
     assert sorted(p.name for p in (world.root / "out").iterdir()) == ["config.json", "model.safetensors"]
 
 
+def test_every_dtype_and_every_bit_pattern(world: World) -> None:
+    rng = np.random.default_rng(7)
+    dtypes = [ml_dtypes.bfloat16, np.float16, np.float32, np.float64, ml_dtypes.float8_e4m3fn, np.int8, np.int64]
+    sides = []
+    for _ in range(2):
+        arrays = {np.dtype(d).name: rng.integers(0, 256, 40 * np.dtype(d).itemsize, np.uint8).view(d) for d in dtypes}
+        arrays["empty"] = np.zeros((0, 7), np.float32)
+        arrays["scalar"] = np.array(rng.standard_normal(), np.float32)
+        arrays["flag"] = rng.integers(0, 2, 9).astype(np.bool_)
+        sides.append(world.root / f"side{len(sides)}.safetensors")
+        save_file(arrays, sides[-1])
+    world.ok("diff", *sides, "-o", world.delta)
+    out = world.root / "out.safetensors"
+    world.ok("apply", sides[0], world.delta, "-o", out)
+    assert out.read_bytes() == sides[1].read_bytes()
+    world.ok("publish", sides[0], "--store", world.root / "store")
+    world.ok("publish", sides[1], "--store", world.root / "store")
+    world.ok("pull", "--store", world.root / "store", "--follow", world.root / "f", "--once")
+    assert world.json("verify", world.root / "f", sides[1])["equal"] is True
+
+
+def test_tensors_at_odd_addresses(world: World) -> None:
+    """Headers need not be padded; such files are read, but not changed in place."""
+    odd = []
+    for folder in (world.a, world.b):
+        data = (folder / "model.safetensors").read_bytes()
+        size = int.from_bytes(data[:8], "little")
+        odd.append(world.root / f"{folder.name}.safetensors")
+        odd[-1].write_bytes((size + 1).to_bytes(8, "little") + data[8 : 8 + size] + b" " + data[8 + size :])
+    world.ok("diff", *odd, "-o", world.delta)
+    assert world.json("verify", world.b, world.delta)["is"] == "to"
+    assert "at an odd address" in world.refused("apply", odd[0], world.delta, "--in-place")
+    world.ok("apply", odd[0], world.delta, "-o", world.root / "out.safetensors")
+    assert (world.root / "out.safetensors").read_bytes() == odd[1].read_bytes()
+
+
 def test_equal_checkpoints_give_an_empty_delta(world: World) -> None:
     assert "nothing changed" in world.ok("diff", world.a, world.a, "-o", world.delta)
     world.ok("apply", world.a, world.delta, "-o", world.root / "out")
