@@ -391,16 +391,18 @@ def _simulate(
     if sync is not None and sync[0] not in [setting for (setting, _), _ in runs]:
         runs.append((sync, sync_steps))
     done: dict[Setting, Evaluated] = {}
+    failed: PlanError | None = None
     for number, ((setting, estimate), length) in enumerate(runs):
         if progress is not None:
             progress("simulate", number, len(runs))
         try:
             done[setting] = evaluate(book, estimator, setting, estimate, draws, steps=length)
-        except PlanError:
+        except PlanError as exc:
+            failed = failed or exc
             pruned["simulation"] += 1
     own = [each for each in done.values() if each.setting.mode in spec.search.modes]
     if not own:
-        raise _nothing_fits(book, pruned)
+        raise failed or _nothing_fits(book, pruned)
     return sorted(own, key=lambda each: _sim_score(spec, each)), done.get(sync[0]) if sync is not None else None
 
 

@@ -210,3 +210,8 @@ def test_json_has_what_a_machine_needs(planned: Plan) -> None:
     assert set(best["wall_s"]) == {"p50", "p90", "p99"}
     assert best["metrics"]["lag_max"] <= 2
     assert data["speedup"]["mid"] >= 1.0
+
+
+def test_a_hunt_for_signal_that_a_run_would_give_up_is_no_plan() -> None:
+    with pytest.raises(PlanError, match="zero-signal|equal rewards"):
+        plan(spec(zero_signal_frac=0.97))
