@@ -121,7 +121,8 @@ def _headline(plan: Plan) -> Table:
 
 
 def _words(e: Evaluated) -> str:
-    return f"{mode_words(e.setting)} on {split_words(e.setting)} chips"
+    chips = f"{e.setting.gen_gpus} chips in turns" if e.setting.colocated else f"{split_words(e.setting)} chips"
+    return f"{mode_words(e.setting)} on {chips}"
 
 
 def _shown(plan: Plan, top: int) -> list[Evaluated]:
