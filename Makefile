@@ -36,7 +36,7 @@ format: $(VENV)/.installed-dev ## Format and fix what can be fixed by machine
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
-docs: $(VENV)/.installed-dev ## Write the generated pages of settings (docs/config.md, docs/plan-spec.md)
+docs: $(VENV)/.installed-dev ## Write the generated pages (config, plan-spec and planner-constants in docs/)
 	@$(BIN)/python -m headrace.config.document docs
 
 clean: ## Remove caches and build products; runs/ and the virtual environment stay

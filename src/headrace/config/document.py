@@ -7,7 +7,7 @@ import re
 import sys
 import types
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -49,6 +49,14 @@ Every setting goes in a spec (TOML, `headrace plan SPEC`) or on the command line
 Unknown keys, wrong types and impossible combinations are refused before anything is searched.
 """,
     ),
+    "planner-constants.md": Page(
+        schema="headrace.planner.constants:Constants",
+        head="""# Constants of the planner
+
+Generated from `src/headrace/planner/constants.py` by `make docs`; do not edit. [planner.md](planner.md) has the
+equations. Each constant has a value, a unit, a source, a date and a grade; `headrace calibrate` replaces them.
+""",
+    ),
 }
 """File name to page."""
 
@@ -74,7 +82,7 @@ def write(folder: Path) -> None:
 def _table(title: str, text: str, fields: dict[str, FieldInfo]) -> str:
     rows = [f"## {title}", "", _one_line(text), "", "| key | value | default | meaning |", "|---|---|---|---|"]
     for name, field in fields.items():
-        default = "unset" if field.default is None else f"`{_value(_default(field))}`"
+        default = "unset" if field.default is None else _value(_default(field))
         allowed = _cell(_type(field.annotation) + _bounds(field))
         rows.append(f"| `{name}` | {allowed} | {default} | {_cell(_one_line(field.description or ''))} |")
     return "\n".join(rows) + "\n"
@@ -85,9 +93,12 @@ def _default(field: FieldInfo) -> Any:
 
 
 def _value(value: Any) -> str:
+    if is_dataclass(value) and not isinstance(value, type):  # a number with its origin
+        number, *origin = astuple(value)
+        return f"{_value(number)} {_cell('; '.join(filter(None, origin)))}"
     if isinstance(value, float) and value and (abs(value) < 1e-3 or abs(value) >= 1e6):
-        return f"{value:g}"
-    return json.dumps(value)
+        return f"`{value:g}`"
+    return f"`{json.dumps(value)}`"
 
 
 def _type(annotation: Any) -> str:
@@ -104,6 +115,10 @@ def _type(annotation: Any) -> str:
         return "array of " + re.sub("^(integer|number|string)", r"\1s", _type(args[0]))
     if origin is dict or annotation is dict:
         return "table"
+    if is_dataclass(annotation):
+        return "number with its origin"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "tables"
     return {bool: "true, false", int: "integer", float: "number", str: "string"}.get(annotation, str(annotation))
 
 

@@ -44,3 +44,9 @@ def test_every_page_is_written(tmp_path: Path) -> None:
     assert {p.name: p.read_text(encoding="utf-8") for p in (tmp_path / "docs").iterdir()} == {
         n: render(n) for n in PAGES
     }
+
+
+def test_numbers_with_an_origin_show_it() -> None:
+    page = render("planner-constants.md")
+    assert "| `smooth_p` | number with its origin | `6.0` exponent; middle of 4 to 8; 2026-11-29; guess |" in page
+    assert "| `serving` | array of tables | `[]` |" in page
