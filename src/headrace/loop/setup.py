@@ -54,7 +54,7 @@ def generator_spec(config: RunConfig, model_dir: Path | None, run_id: str) -> Ro
     return RoleSpec(
         name="generator",
         factory="headrace.rollout.worker:build_servant",
-        kwargs={"core": core, "kwargs": kwargs},
+        kwargs={"core": core, "kwargs": kwargs, "search": str(config.recipe_dir)},
         threads=threads(config).generator,
     )
 
@@ -69,6 +69,7 @@ def trainer_spec(config: RunConfig, model_dir: Path | None) -> RoleSpec:
             "kwargs": {"config": config.model_dump(mode="json"), "model_dir": str(model_dir)},
             "sync": config.sync.model_dump(mode="json"),
             "threads": threads(config).trainer,
+            "search": str(config.recipe_dir),
         },
         threads=threads(config).trainer,
     )

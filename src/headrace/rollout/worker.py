@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from headrace.clock import Clock, WallClock
@@ -122,8 +123,11 @@ class EngineServant:
             self._idle_since_s = None
 
 
-def build_servant(*, core: str, kwargs: Mapping[str, Any]) -> EngineServant:
-    """A servant around the core that the factory `core` ("module:attr") builds from `kwargs`. Raises PluginError."""
-    built = resolve(core, what="engine core")(**kwargs)
+def build_servant(*, core: str, kwargs: Mapping[str, Any], search: str | None = None) -> EngineServant:
+    """A servant around the core that the factory `core` ("module:attr") builds from `kwargs`. Raises PluginError.
+
+    `search` is a folder in which the module may lie.
+    """
+    built = resolve(core, what="engine core", search=Path(search) if search else None)(**kwargs)
     require_methods(built, _CORE_METHODS, what="engine core")
     return EngineServant(built, clock=WallClock())

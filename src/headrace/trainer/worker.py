@@ -19,13 +19,20 @@ FACTORIES = {"torch": "headrace.trainer.torch_learner:build", "scripted": "headr
 
 
 def build_servant(
-    *, factory: str, kwargs: Mapping[str, Any], sync: Mapping[str, Any] | None = None, threads: int = 1
+    *,
+    factory: str,
+    kwargs: Mapping[str, Any],
+    sync: Mapping[str, Any] | None = None,
+    threads: int = 1,
+    search: str | None = None,
 ) -> LearnerServant:
     """Build the learner: `factory` is a name in FACTORIES or "module:function", called with `kwargs`.
 
-    `sync` is SyncConfig.model_dump(), `threads` what the role has.
+    `sync` is SyncConfig.model_dump(), `threads` what the role has, `search` a folder in which the module may lie.
     """
-    make = plugins.resolve(FACTORIES.get(factory, factory), what="trainer.kind")
+    make = plugins.resolve(
+        FACTORIES.get(factory, factory), what="trainer.kind", search=Path(search) if search else None
+    )
     return LearnerServant(make(**kwargs), Publishing(SyncConfig(**(sync or {})), threads=threads))
 
 
