@@ -30,12 +30,12 @@ import tiny_runs  # noqa: E402  (tests/integration)
 from in_process import InProcessLauncher  # noqa: E402
 from run_tools import steps_of, summary_of, train  # noqa: E402
 
-from headrace.config.schema import EngineConfig, RunConfig  # noqa: E402
+from headrace.config.schema import EngineConfig, RunConfig, SyncConfig  # noqa: E402
 from headrace.records import Completion, GenRequest, SamplingParams  # noqa: E402
 from headrace.rollout.native.core import NativeCore, build  # noqa: E402
 from headrace.rollout.native.loading import load_model, named_tensors, to_array  # noqa: E402
 from headrace.sync.manifest import Manifest  # noqa: E402
-from headrace.sync.publish import write_version  # noqa: E402
+from headrace.trainer.publishing import Publishing  # noqa: E402
 from headrace.trainer.torch_learner import TorchLearner  # noqa: E402
 
 RUN = "check"
@@ -60,14 +60,14 @@ class Bench:
         model = {"name": str(self.model), "dtype": "float32", "device": device}
         return tiny_runs.tiny_recipe(self.model, self.folder / f"runs-{time.monotonic_ns()}", model=model, **sections)
 
-    def changed_weights(self) -> Manifest:
-        """Version 1: the model with noise, on disk."""
+    def changed_weights(self, mode: Any) -> tuple[Manifest, Manifest]:
+        """Version 0, the model, and version 1: a third of its elements with noise; as snapshots or as deltas."""
         torch.manual_seed(1)
-        noisy = {
-            name: to_array(weight + 0.02 * torch.randn_like(weight))
-            for name, weight in named_tensors(load_model(str(self.model), torch.float32)).items()
-        }
-        return write_version(self.folder / "weights", run_id=RUN, version=1, arrays=noisy.items())
+        folder, way = str(self.folder / f"weights-{mode}"), Publishing(SyncConfig(mode=mode), threads=1)
+        named = named_tensors(load_model(str(self.model), torch.float32))
+        first = way.publish([(n, to_array(w)) for n, w in named.items()], folder=folder, run_id=RUN, version=0)
+        noisy = {n: w + 0.03 * torch.randn_like(w) * (torch.rand_like(w) < 0.3) for n, w in named.items()}
+        return first, way.publish([(n, to_array(w)) for n, w in noisy.items()], folder=folder, run_id=RUN, version=1)
 
 
 def requests(temperature: float, tokens: int = 24) -> list[GenRequest]:
@@ -124,13 +124,17 @@ def engine_tokens(bench: Bench) -> dict[str, Any]:
 
 
 def engine_swap(bench: Bench) -> dict[str, Any]:
-    """Weights swap in the middle of completions, on both devices at the same step, for each KV policy."""
-    manifest = bench.changed_weights()
+    """Weights swap in the middle of completions, on both devices at the same step, for each KV policy; by a snapshot on
+    one side and a delta on the other, so that both are the same."""
     found: dict[str, Any] = {"ok": True}
-    for kv in ("keep", "recompute", "flush"):
+    versions = {mode: bench.changed_weights(mode) for mode in ("full", "delta")}
+    for kv, mode in (("keep", "full"), ("keep", "delta"), ("recompute", "delta"), ("flush", "delta")):
         both = []
-        for device in (bench.device, "cpu"):
+        for device, way in ((bench.device, mode), ("cpu", "full")):
+            base, manifest = versions[way]
             core = bench.core(device)
+            core.stage(base)
+            core.swap(0, "keep")
             core.add(requests(0.0))
             done = {c.request_id: c for _ in range(8) for c in core.step()}
             core.stage(manifest)
@@ -140,7 +144,7 @@ def engine_swap(bench: Bench) -> dict[str, Any]:
             spans = {s.policy_version for c in done.values() for s in c.spans}
             found["ok"] &= spans == {0, 1} and report.digest == manifest.digest and core.stats().version == 1
         equal, worst = same_tokens(*both)
-        found[kv] = {"equal": equal, "dlogp_max": worst}
+        found[f"{kv}_{mode}"] = {"equal": equal, "dlogp_max": worst}
         found["ok"] &= equal and worst < LOGP_TOL
     return found
 
