@@ -24,6 +24,7 @@ from headrace.trainer.attention import attend, plan_attention
 from headrace.trainer.batching import MicroBatch, Segment
 from headrace.trainer.blocks import embed, linear, rms_norm, rotate, swiglu
 from headrace.trainer.head import token_logp
+from headrace.trainer.past import Past
 
 _FLAT_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -68,10 +69,13 @@ class Policy:
         linears = {n: m for n, m in self.module.named_modules() if isinstance(m, nn.Linear) and m.weight.requires_grad}
         self.linear_grads = {m: grad_of[f"{n}.weight"] for n, m in linears.items() if f"{n}.weight" in grad_of}
 
-    def logp(self, micro: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
-        """(log-probs of the targets with gradient, entropy in nats), float32 [K]."""
+    def logp(self, micro: MicroBatch, temperature: float, past: Past | None = None) -> tuple[Tensor, Tensor]:
+        """(log-probs of the targets with gradient, entropy in nats), float32 [K].
+
+        `past`: the tokens go on from keys and values computed before, perhaps by other weights (our own layers only).
+        """
         with boundary(LearnerError, f"forward pass over {micro.tokens} tokens"):
-            hidden_NH = self._flat_hidden(micro) if self.flat else self._padded_hidden(micro)
+            hidden_NH = self._flat_hidden(micro, past) if self.flat or past else self._padded_hidden(micro)
             source_K = torch.from_numpy(micro.source_K).to(self.device)
             return token_logp(
                 hidden_NH.index_select(0, source_K),
@@ -82,13 +86,13 @@ class Policy:
                 grad_VH=self.head_grad_VH,
             )
 
-    def _flat_hidden(self, micro: MicroBatch) -> Tensor:
+    def _flat_hidden(self, micro: MicroBatch, past: Past | None) -> Tensor:
         """Final normed hidden states [N, H], our own layers."""
         config, body = self.config, self.module.model
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         plan = plan_attention(
-            micro.segments,
+            micro.segments if past is None else past.segments,
             heads=heads,
             layers=config.num_hidden_layers,
             itemsize=torch.finfo(self.dtype).bits // 8,
@@ -100,7 +104,7 @@ class Policy:
         cos, sin = body.rotary_emb(torch.empty(0, dtype=torch.float32, device=self.device), position_1N)
         half = head_dim // 2
         cos_N1D, sin_N1D = cos[0, :, None, :half], sin[0, :, None, :half]
-        for layer in body.layers:
+        for index, layer in enumerate(body.layers):
             attention = layer.self_attn
             h_NH = rms_norm(x_NH, layer.input_layernorm.weight, config.rms_norm_eps)
             q_NAD = self._linear(h_NH, attention.q_proj).view(-1, heads, head_dim)
@@ -110,7 +114,10 @@ class Policy:
                 q_NAD = rms_norm(q_NAD, attention.q_norm.weight, config.rms_norm_eps)
                 k_NED = rms_norm(k_NED, attention.k_norm.weight, config.rms_norm_eps)
             q_NAD, k_NED = rotate(q_NAD, cos_N1D, sin_N1D), rotate(k_NED, cos_N1D, sin_N1D)
-            out_NAD = attend(q_NAD, k_NED, v_NED, plan, attention.scaling)
+            if past is None:
+                out_NAD = attend(q_NAD, k_NED, v_NED, plan, attention.scaling)
+            else:
+                out_NAD = past.attend(index, q_NAD, k_NED, v_NED, plan, attention.scaling)
             x_NH = x_NH + self._linear(out_NAD.reshape(len(x_NH), -1), attention.o_proj)
             h_NH = rms_norm(x_NH, layer.post_attention_layernorm.weight, config.rms_norm_eps)
             gate_NF, up_NF = self._linear(h_NH, layer.mlp.gate_proj), self._linear(h_NH, layer.mlp.up_proj)

@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -23,6 +22,7 @@ from headrace.config.schema import RunConfig
 from headrace.errors import ConfigError, NonFiniteError
 from headrace.records import Batch
 from headrace.trainer import checkpoint
+from headrace.trainer.arrays import to_array
 from headrace.trainer.batching import MicroBatch, micro_batches, split
 from headrace.trainer.learner import ForwardBackwardReport, OptimReport
 from headrace.trainer.lora import Adapters
@@ -260,16 +260,6 @@ def pick_device(name: str) -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda")
     return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
-
-
-def to_array(weight: Tensor) -> NDArray[np.generic]:
-    """A C-contiguous NumPy view (or copy) of a tensor; bfloat16 through ml_dtypes."""
-    weight = weight.detach().cpu().contiguous()
-    if weight.dtype == torch.bfloat16:
-        bits: NDArray[np.generic] = weight.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-        return bits
-    array: NDArray[np.generic] = weight.numpy()
-    return array
 
 
 def _only(batch: Batch, index: int) -> Batch:
