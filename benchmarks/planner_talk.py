@@ -165,8 +165,10 @@ Medians over everything else.
   chips share one batch, the emptier they are. That is what asynchrony wins back, so the gain grows with the chips.
 - **Few chips leave no choice.** Weights, gradients and optimizer state take about 490 GB. Eight H100 hold them only if
   all eight train, in turns with generating: a pipeline on 8 needs LoRA or chips with more memory. On 16, memory ties
-  up at least half of them in training, whatever the lengths ask for, and asynchrony gains little or loses: the more,
-  the longer the answers.
+  up at least half of them in training, whatever the lengths ask for: with long answers, generation gets too little and
+  asynchrony gains little or nothing.
+- **Long answers.** The longer they are, the larger the part of a step that is decoding with engines full either way,
+  and the less there is to win back. For 64 chips 1,000 tokens are short; for 16 chips 4,000 are long.
 - **The bound on lag.** At most {slots} groups may be between admission and landing, and nothing that trains may be
   older than {lag} steps, so that a step cannot be much shorter than a fifth of what the longest rollout takes. Where
   that binds, the plan says "lag bound". A wide spread therefore cuts both ways: it hurts the synchronous plan more
