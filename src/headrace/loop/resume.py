@@ -6,7 +6,7 @@ runs/NAME-DATE/
 ├── metrics.jsonl     what the live view showed      trace.jsonl, stimulus-v*.jsonl: what happened when
 ├── report.html       the same as a page, written at the end (`headrace report` writes it at any time)
 ├── checkpoints/step000010/   learner state; complete exactly if it holds COMPLETE
-├── weights/          snapshots on their way to the engine (scratch)
+├── weights/          versions on their way to the engine (scratch)
 ├── model/            the trained model in Hugging Face layout
 └── logs/             one file per role
 """

@@ -150,12 +150,14 @@ def _delivery(mode: str, sync: Mapping[str, float]) -> list[tuple[str, Text]]:
     """How weights travelled: sizes against a full snapshot and the entropy limit, then where the time went."""
     size = Text(f"{size_text(sync['bytes'])} a version")
     if mode == "delta":
-        size.append(f"  {sync['ratio']:.0f} x smaller than {size_text(sync['full_bytes'])}", style="bold")
+        size.append(f"  {sync['ratio']:.0f} x smaller", style="bold")
         size.append(f"  {percent(sync['density'], 2)} changed", style="dim")
-        if sync["ratio_to_limit"]:
-            size.append(f"  {percent(sync['ratio_to_limit'])} of limit", style="dim")
-    times = "  ".join(f"{part.removesuffix('_s')} {1000 * sync[part]:.0f}" for part in PARTS if part in sync)
-    rows = [("weights", size), ("", Text(f"ms: {times}", style="dim"))]
+    rows = [("weights", size)]
+    if sync["ratio_to_limit"]:
+        rows.append(("", Text(f"{percent(sync['ratio_to_limit'])} of the entropy limit", style="dim")))
+    for side in (PARTS[:3], PARTS[3:]):
+        times = "  ".join(f"{part.removesuffix('_s')} {1000 * sync[part]:.0f}" for part in side if part in sync)
+        rows.append(("", Text(f"ms  {times}", style="dim")))
     if sync["resyncs"] or sync["failed_swaps"]:
         rows.append(
             ("", Text(f"{sync['resyncs']:.0f} resyncs, {sync['failed_swaps']:.0f} swaps taken back", style="yellow"))
