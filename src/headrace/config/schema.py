@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+KEEP_VERSIONS = 8
+"""Newest versions whose deltas stay although a newer keyframe is there: more than any landing can be behind."""
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Positive = Annotated[float, Field(gt=0.0)]
 
@@ -252,6 +254,13 @@ class LossConfig(Section):
     """Half width of the geometric mask."""
     kl_coef: Annotated[float, Field(ge=0.0)] = 0.0
     """Weight of the KL penalty to the initial model (k2 estimator, a second forward pass)."""
+    exact_logp: Literal["off", "sampled", "all"] = "off"
+    """Also score tokens with the weights of their own version, rebuilt from the deltas, so that numeric mismatch and
+    lag are reported apart (numeric_ratio/*, lag_ratio/*); the loss stays the same. sampled: as many samples of a batch
+    as exact_logp_frac allows; all: every one. Takes memory for a second copy of the model and its undo steps."""
+    exact_logp_frac: Annotated[float, Field(gt=0.0, le=8.0)] = 0.1
+    """Bound on the cost of exact_logp = "sampled": positions that scoring computes, forward only, as a share of those
+    of the batch. 0.1 is about 3 % of the training time."""
 
     @property
     def needs_proximal(self) -> bool:
@@ -374,6 +383,15 @@ class RunConfig(Section):
             raise ValueError(
                 f"trainer.updates_per_batch = {self.trainer.updates_per_batch} needs a loss that clips the step: "
                 "loss.kind = 'ppo', 'decoupled_ppo', 'cispo' or 'gspo'"
+            )
+        if self.loss.exact_logp != "off" and not self.sync.deltas:
+            raise ValueError(
+                f"loss.exact_logp = {self.loss.exact_logp!r} rebuilds old versions from deltas: set sync.mode = 'delta'"
+            )
+        if self.loss.exact_logp != "off" and self.flow.lag_bound >= KEEP_VERSIONS:
+            raise ValueError(
+                f"loss.exact_logp = {self.loss.exact_logp!r} can rebuild the newest {KEEP_VERSIONS} versions, "
+                f"flow.max_lag_steps = {self.flow.lag_bound} must be below that; set loss.exact_logp = 'off'"
             )
         if self.trainer.updates_per_batch > self.flow.batch_groups:
             raise ValueError(

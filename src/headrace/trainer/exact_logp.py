@@ -89,6 +89,7 @@ class ExactScorer:
 
         `frac`: positions computed, as a share of the batch's, at most; None scores every sample.
         """
+        self.store_url = store.url
         self._policy = policy
         policy.module.requires_grad_(False)
         self._parameters = dict(policy.named_parameters())

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.config.schema import SyncConfig
+from headrace.config.schema import KEEP_VERSIONS, SyncConfig
 from headrace.sync.codec import warm_up
 from headrace.sync.compactor import Compactor
 from headrace.sync.manifest import Manifest, StoreManifest
@@ -16,8 +16,6 @@ from headrace.sync.publish import write_version
 from headrace.sync.publisher import DeltaPublisher
 from headrace.sync.store import Store
 
-_KEEP_VERSIONS = 8
-"""Newest versions whose deltas stay although a newer keyframe is there: more than any landing can be behind."""
 _GRACE_S = 60.0
 """Objects that nothing names stay as long: a receiver may be reading them."""
 
@@ -65,7 +63,7 @@ class Publishing:
             with_limit = bool(limit_every) and (self._count - 1) % limit_every == 0
             report = self._publisher.publish(tensors, version=version, step=version, with_limit=with_limit)
             if self._count % self._config.keyframe_every == 0:
-                Compactor(store, run_id=run_id).collect(keep_versions=_KEEP_VERSIONS, grace_s=_GRACE_S)
+                Compactor(store, run_id=run_id).collect(keep_versions=KEEP_VERSIONS, grace_s=_GRACE_S)
         return StoreManifest(run_id=run_id, version=version, digest=report.digest, store=store.url, report=report)
 
     def _url(self, folder: str, run_id: str) -> str:

@@ -21,9 +21,12 @@ from torch import Tensor
 from headrace.config.schema import RunConfig
 from headrace.errors import ConfigError, NonFiniteError
 from headrace.records import Batch
+from headrace.sync.manifest import StoreManifest
+from headrace.sync.store import Store
 from headrace.trainer import checkpoint
 from headrace.trainer.arrays import to_array
 from headrace.trainer.batching import MicroBatch, micro_batches, split
+from headrace.trainer.exact_logp import ExactScorer
 from headrace.trainer.learner import ForwardBackwardReport, OptimReport
 from headrace.trainer.lora import Adapters
 from headrace.trainer.masters import Masters
@@ -67,6 +70,9 @@ class TorchLearner:
         self.step = 0
         self._last: Batch | None = None
         """The batch whose gradients are held; to find the culprit of a norm that is not finite."""
+        self._logp_c_K = np.zeros(0, np.float32)
+        """Of the last forward_backward."""
+        self._exact: ExactScorer | None = None
 
     def train(self, batch: Batch) -> tuple[list[ForwardBackwardReport], list[OptimReport]]:
         """Everything for one batch: trainer.updates_per_batch optimizer steps on whole groups.
@@ -80,7 +86,31 @@ class TorchLearner:
         for part, logp_q in zip(parts, proximal, strict=True):
             forward.append(self.forward_backward(part, logp_q))
             optim.append(self.optim_step())
+        if self._exact is not None:
+            began = time.perf_counter()
+            clean, _ = drop_nonfinite(batch)
+            exact = self._exact.metrics(clean, self._logp_c_K if len(parts) == 1 else None)
+            exact["exact/score_s"] = time.perf_counter() - began
+            forward[-1] = replace(forward[-1], metrics={**forward[-1].metrics, **exact})
         return forward, optim
+
+    def follow(self, manifest: StoreManifest) -> None:
+        """Hear of a version published from here: what loss.exact_logp rebuilds old versions from."""
+        loss, trainer = self.config.loss, self.config.trainer
+        if loss.exact_logp == "off":
+            return
+        if self._exact is None or self._exact.store_url != manifest.store:
+            self._exact = ExactScorer(
+                self._load(),
+                Store(manifest.store, durable=False),
+                run_id=manifest.run_id,
+                micro_batch_tok=trainer.micro_batch_tok,
+                share_prompts=trainer.share_prompts,
+                frac=loss.exact_logp_frac if loss.exact_logp == "sampled" else None,
+                seed=self.config.seed,
+                threads=torch.get_num_threads(),
+            )
+        self._exact.walker.know(manifest.version, manifest.digest)
 
     def forward_backward(self, batch: Batch, logp_q_K: NDArray[np.float32] | None = None) -> ForwardBackwardReport:
         """Add the batch's gradients. `logp_q_K`: proximal log-probs from `logp`; None when the weights have not moved.
@@ -105,6 +135,7 @@ class TorchLearner:
         except NonFiniteError:
             self.masters.clear()
             raise
+        self._logp_c_K = seen.logp_c_K
         return ForwardBackwardReport(
             loss=seen.loss,
             trained_tok=len(targets.sample_K),

@@ -9,7 +9,7 @@ from typing import Any
 from headrace import plugins
 from headrace.config.schema import SyncConfig
 from headrace.records import Batch
-from headrace.sync.manifest import Manifest
+from headrace.sync.manifest import Manifest, StoreManifest
 from headrace.trainer.learner import ForwardBackwardReport, OptimReport
 from headrace.trainer.publishing import Publishing
 
@@ -61,7 +61,11 @@ class LearnerServant:
 
     def publish(self, folder: str, run_id: str, version: int) -> Manifest:
         """Publish the weights to serve as one version; SyncError."""
-        return self._publishing.publish(self._learner.named_arrays(), folder=folder, run_id=run_id, version=version)
+        arrays = self._learner.named_arrays()
+        manifest = self._publishing.publish(arrays, folder=folder, run_id=run_id, version=version)
+        if isinstance(manifest, StoreManifest) and hasattr(self._learner, "follow"):
+            self._learner.follow(manifest)
+        return manifest
 
     def save(self, folder: str) -> None:
         """Write a checkpoint into an existing empty folder."""
