@@ -18,6 +18,7 @@ from headrace.planner.constants import Constants, weakest_grade
 from headrace.planner.drift import drift_points
 from headrace.planner.evaluate import Evaluated
 from headrace.planner.facts import Grade
+from headrace.planner.hosted import Hosted, hosted_lines
 from headrace.planner.phases import Phase, phases
 from headrace.planner.recipe import recipe_of_plan
 from headrace.planner.search import Found, search
@@ -71,6 +72,8 @@ class Plan:
     terms: tuple[Term, ...]
     phases: tuple[Phase, ...]
     """Under drift: the best split along the run; empty without."""
+    hosted: tuple[Hosted, ...]
+    """List prices of hosted services for this model and workload; empty where none is known."""
     notes: tuple[str, ...]
     screened: int
     pruned: Mapping[str, int]
@@ -130,6 +133,7 @@ class Plan:
             "sensitivities": [asdict(s) for s in self.sensitivities],
             "terms": [asdict(t) for t in self.terms],
             "phases": [asdict(p) for p in self.phases],
+            "hosted": [asdict(h) for h in self.hosted],
             "notes": list(self.notes),
             "screened": self.screened,
             "pruned": dict(self.pruned),
@@ -159,7 +163,8 @@ def plan(
     say("weighing what would change it")
     book = CostBook(spec, used)
     speedup = sensitivity.speedup_band(spec, used, found) if found.best_sync is not None else None
-    result = Plan(
+    hosted = hosted_lines(book, found.best)
+    return Plan(
         spec=spec,
         calibration=used.name,
         calibration_date=used.date,
@@ -172,7 +177,8 @@ def plan(
         sensitivities=sensitivity.sensitivities(spec, used, found),
         terms=_terms(book),
         phases=phases(spec, used, found, say) if len(drift_points(spec.drift)) > 1 else (),
-        notes=_notes(book, found),
+        hosted=hosted,
+        notes=(*_notes(book, found), *(line.words() for line in hosted)),
         screened=len(found.estimates),
         pruned=found.pruned,
         points=tuple(
@@ -187,7 +193,6 @@ def plan(
         ),
         plan_s=time.perf_counter() - began_s,
     )
-    return result
 
 
 def _spec(given: PlanSpec | Mapping[str, Any] | str | Path) -> PlanSpec:

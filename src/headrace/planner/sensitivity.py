@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from headrace.errors import PlanError
 from headrace.planner.assemble import CostBook
 from headrace.planner.closed import Estimate
-from headrace.planner.constants import Constants, MeasuredLaw
+from headrace.planner.constants import Constants, MeasuredLaw, ServingSet
 from headrace.planner.estimate import Estimator
 from headrace.planner.evaluate import ERROR_OF_GRADE, Evaluated
 from headrace.planner.facts import Fact
+from headrace.planner.models import model
 from headrace.planner.search import Found
 from headrace.planner.setting import Setting
 from headrace.planner.spec import PlanSpec
@@ -178,31 +179,27 @@ def slower(constants: Constants, gen_factor: float, train_factor: float, net_fac
         return {name: _scaled(getattr(constants, name), factor) for name in names}
 
     changed = (
-        times(1 / gen_factor, "mem_eff", "flop_eff", "prefill_eff")
-        | times(gen_factor, "layer_s", "allreduce_s", "a2a_s", "scale_out_s", "step_s")
-        | times(1 / train_factor, "mfu_dense", "mfu_moe")
+        times(gen_factor, "rollout_factor_dense", "rollout_factor_moe")
+        | times(1 / gen_factor, "prefill_eff")
+        | times(1 / train_factor, "train_eff", "train_rate_dense", "train_rate_moe")
         | times(train_factor, "fixed_s", "fixed_s_per_gb")
         | times(net_factor, "hand_off_s", "apply_s")
         | times(1 / net_factor, "hand_off_eff", "colocated_eff")
     )
     laws = tuple(_slower_law(law, gen_factor, train_factor, net_factor) for law in constants.laws)
-    serving = tuple(
-        s.model_copy(
-            update={
-                "facts": {
-                    name: _scaled(fact, 1 / gen_factor if name.endswith("_eff") else gen_factor)
-                    if name != "smooth_p"
-                    else fact
-                    for name, fact in s.facts.items()
-                }
-            }
-        )
-        for s in constants.serving
-    )
+    serving = tuple(_slower_prefill(chosen, gen_factor) for chosen in constants.serving)
     return constants.model_copy(update={**changed, "laws": laws, "serving": serving})
 
 
 # ---- inside ----------------------------------------------------------------------------------------------------------
+
+
+def _slower_prefill(chosen: ServingSet, factor: float) -> ServingSet:
+    """Decode needs nothing here: rollout factors come on top of every set."""
+    if "prefill_eff" not in chosen.facts:
+        return chosen
+    slowed = chosen.facts | {"prefill_eff": _scaled(chosen.facts["prefill_eff"], 1 / factor)}
+    return chosen.model_copy(update={"facts": slowed})
 
 
 def _slower_law(law: MeasuredLaw, gen_factor: float, train_factor: float, net_factor: float) -> MeasuredLaw:
@@ -226,7 +223,7 @@ def _scaled(fact: Fact, factor: float) -> Fact:
 
 
 def _shape_name(spec: PlanSpec) -> str:
-    return CostBook(spec).shape.name
+    return model(spec.model).name
 
 
 def _estimate(book: CostBook, setting: Setting) -> Estimate:

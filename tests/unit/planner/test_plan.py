@@ -11,9 +11,10 @@ from headrace.config.load import load_recipe
 from headrace.config.schema import RunConfig
 from headrace.errors import ConfigError, PlanError
 from headrace.planner.calibrations import choose
-from headrace.planner.constants import MeasuredLaw, builtin, save
+from headrace.planner.constants import MeasuredLaw, ServingSet, builtin, save
 from headrace.planner.explain import explain
 from headrace.planner.facts import Fact
+from headrace.planner.fixtures_data import load_fixture
 from headrace.planner.plan import Plan, plan
 from headrace.planner.recipe import recipe_of_plan, spec_of_recipe
 from headrace.planner.sensitivity import slower
@@ -26,6 +27,11 @@ from headrace.planner.spec import (
     ResponseConfig,
     SearchConfig,
 )
+from headrace.planner.step_fit import book_of
+
+
+def fact(value: float) -> Fact:
+    return Fact(value=value, unit="", source="test", date="2026-11-29", grade="measured")
 
 
 def spec(**changes: object) -> PlanSpec:
@@ -102,11 +108,20 @@ def test_under_drift_a_plan_is_a_schedule() -> None:
 
 
 def test_slower_constants_slow_what_they_name() -> None:
-    base = builtin()
-    twice = slower(base, 2.0, 1.0)
-    assert twice.mem_eff.value == pytest.approx(base.mem_eff.value / 2)
-    assert twice.step_s.value == pytest.approx(2 * base.step_s.value)
-    assert twice.mfu_dense == base.mfu_dense
+    fast_set = ServingSet(chip="h100", facts={"mem_eff": fact(0.9), "layer_s": fact(1e-6), "prefill_eff": fact(0.8)})
+    run = load_fixture("nemo_rl").run("v0.6 H100 30B-A3B 1-off").run
+    for base in (builtin(), builtin().model_copy(update={"serving": (fast_set,)})):
+        book = book_of(run, base)
+        layout = 16, 1, 2, 8
+        for name in ("rollout_factor_dense", "rollout_factor_moe", "train_eff"):
+            assert getattr(slower(base, 2.0, 3.0), name) != getattr(base, name)
+        gen = book.with_constants(slower(base, 2.0, 1.0))
+        assert gen.engine(2).decode.step_s(64, 1e5) == pytest.approx(2 * book.engine(2).decode.step_s(64, 1e5))
+        assert gen.engine(2).prefill_s_per_tok2 == pytest.approx(2 * book.engine(2).prefill_s_per_tok2)
+        assert gen.trainer(*layout) == book.trainer(*layout)
+        train = book.with_constants(slower(base, 1.0, 3.0))
+        assert train.batch_s(train.trainer(*layout)) == pytest.approx(3 * book.batch_s(book.trainer(*layout)))
+        assert train.engine(2) == book.engine(2)
 
 
 # ---- recipes ---------------------------------------------------------------------------------------------------------
@@ -215,3 +230,11 @@ def test_json_has_what_a_machine_needs(planned: Plan) -> None:
 def test_a_hunt_for_signal_that_a_run_would_give_up_is_no_plan() -> None:
     with pytest.raises(PlanError, match="zero-signal|equal rewards"):
         plan(spec(zero_signal_frac=0.97))
+
+
+def test_hosted_prices_break_even_where_both_cost_the_same(planned: Plan) -> None:
+    (line,) = [h for h in planned.hosted if h.provider.lower() == "tinker"]
+    assert line.words() in planned.notes
+    same = plan(spec(cluster=ClusterConfig(gpu="h100", num_gpus=8, usd_per_gpu_h=line.break_even_usd_per_gpu_h)))
+    (even,) = [h for h in same.hosted if h.provider.lower() == "tinker"]
+    assert even.own_usd_per_mtok == pytest.approx(even.hosted_usd_per_mtok)
