@@ -19,16 +19,22 @@ numba: Any = import_module("numba") if find_spec("numba") is not None else None
 
 _NEVER = np.uint32(0xFFFFFFFF)  # more than the elements of a chunk
 _ONE = np.uint32(1)
+_WORD_BYTES = 8
 
 
 def _kernel(function: Callable[..., Any]) -> Any:
     return function if numba is None else numba.njit(nogil=True, error_model="numpy", cache=True)(function)
 
 
-def _changed_(old, new, positions):  # type: ignore[no-untyped-def]
+def _changed_(old, new, old_words, new_words, per_word, positions):  # type: ignore[no-untyped-def]
     found = np.int64(0)
-    for i in range(old.size):
-        positions[found] = i  # overwritten unless it counts: cheaper than a branch
+    for word in range(old_words.size):
+        if old_words[word] != new_words[word]:
+            for i in range(word * per_word, (word + 1) * per_word):
+                positions[found] = i  # overwritten unless it counts: cheaper than a branch
+                found += np.int64(old[i] != new[i])
+    for i in range(old_words.size * per_word, old.size):
+        positions[found] = i
         found += np.int64(old[i] != new[i])
     return found
 
@@ -68,9 +74,14 @@ _changed, _gaps, _locate = _kernel(_changed_), _kernel(_gaps_), _kernel(_locate_
 
 
 def changed_positions(old: Bits, new: Bits) -> NDArray[np.uint32]:
-    """See `codec_fallback.changed_positions`."""
+    """See `codec_fallback.changed_positions`. Most words of 8 bytes are equal and cost one comparison."""
     positions = np.empty(old.size + 1, np.uint32)
-    return positions[: _changed(_fixed(old), _fixed(new), positions)].copy()
+    per_word = _WORD_BYTES // old.itemsize
+    words = [bits[: bits.size // per_word * per_word].view(np.uint64) for bits in (old, new)]
+    if not all(part.flags.aligned for part in words):
+        words = [np.zeros(0, np.uint64)] * 2  # numba would compile anew
+    found = _changed(_fixed(old), _fixed(new), *(_fixed(part) for part in words), per_word, positions)
+    return positions[:found].copy()
 
 
 def bucket_gaps(

@@ -54,6 +54,21 @@ def test_same_bytes_with_and_without_numba(case: tuple[str, NDArray[Any], NDArra
 
 
 @needs_numba
+@pytest.mark.parametrize("unsigned", [np.uint8, np.uint16, np.uint32, np.uint64])
+@pytest.mark.parametrize("elems", [0, 1, 3, 7, 8, 9, 1003])
+def test_changes_are_found_at_any_size_and_address(unsigned: type[Any], elems: int) -> None:
+    """Words of 8 bytes are compared where they are aligned; ends and odd addresses go element by element."""
+    rng = np.random.default_rng(elems)
+    width = np.dtype(unsigned).itemsize
+    for offset in (0, width):
+        old = np.zeros(elems * width + 16, np.uint8)[offset : offset + elems * width].view(unsigned)
+        new = old.copy()
+        new[rng.integers(0, elems, elems // 50 + 1) if elems else []] = 1
+        new[elems - 1 :] = 1
+        assert codec_kernels.changed_positions(old, new).tolist() == np.flatnonzero(old != new).tolist()
+
+
+@needs_numba
 def test_numba_is_used_where_it_is() -> None:
     assert kernels() is codec_kernels
 
@@ -69,6 +84,8 @@ def test_nothing_is_compiled_after_warming_up() -> None:
     new[::50] += 1
     old.flags.writeable = new.flags.writeable = False
     apply_chunk(encode_chunk(old, new, tensor="w", start=0, dtype="BF16"), old.copy())
+    odd = np.zeros(10_002, np.uint8)[2:].view(np.uint16)
+    apply_chunk(encode_chunk(old, new, tensor="w", start=0, dtype="BF16"), np.add(old, 0, out=odd))
     assert [len(kernel.signatures) for kernel in passes] == compiled
 
 
