@@ -143,6 +143,7 @@ def plan(**changes: Any) -> Plan:
             Term(name="price", grade="measured", source="cluster.usd_per_gpu_h of the spec"),
         ),
         "phases": (),
+        "hosted": (),
         "notes": ("Staleness costs steps, and how many is not modelled: objective wall counts seconds only.",),
         "screened": 2345,
         "pruned": {"memory": 120, "dominated": 2100},
