@@ -141,10 +141,19 @@ class DeltaPublisher:
                 return report
         raise SyncError(f"{self._store.url}/{HEAD_KEY} changed {_HEAD_TRIES} times while this publisher started")
 
-    def publish(self, tensors: Tensors, *, version: int, step: int = 0, with_limit: bool | None = None) -> SyncReport:
+    def publish(
+        self,
+        tensors: Tensors,
+        *,
+        version: int,
+        step: int = 0,
+        with_limit: bool | None = None,
+        allowed: Sequence[Mode] | None = None,
+        threads: int | None = None,
+    ) -> SyncReport:
         """Publish weights as `version`: a delta from the baseline, or a keyframe where the tensors are other ones.
 
-        `with_limit` overrides the publisher's own for this version.
+        `with_limit`, `allowed` and `threads` (see `choice`) override the publisher's own for this version.
         `tensors` are copied. After a SyncError nothing has changed here, and the call can be repeated.
         """
         if self._baseline is None:
@@ -157,7 +166,7 @@ class DeltaPublisher:
         self._promote()
         baseline = self._baseline
         begun_s = self._clock.now()
-        state, chunks = self._encode(tensors, baseline)
+        state, chunks = self._encode(tensors, baseline, allowed or self._allowed, threads or self._threads)
         encode_s = self._clock.now() - begun_s
         report = SyncReport(version=version, digest=state.table.digest, full_bytes=_bytes(state), encode_s=encode_s)
         edges: list[Edge] = []
@@ -191,13 +200,15 @@ class DeltaPublisher:
         if self._promotable():
             self._baseline, self._pending = self._pending, None
 
-    def _encode(self, tensors: Tensors, baseline: _State) -> tuple[_State, list[Chunk] | None]:
+    def _encode(
+        self, tensors: Tensors, baseline: _State, allowed: Sequence[Mode], threads: int
+    ) -> tuple[_State, list[Chunk] | None]:
         """The new version and its chunks; None for these when no delta leads there."""
         specs, aliases, flat = _layout(tensors)
         if Table(specs=specs, hashes={}, aliases=aliases).layout_difference(baseline.table) is not None:
             return _state(tensors, None), None
         pairs = ((name, baseline.bits[name], flat[name].reshape(-1), spec.dtype) for name, spec in specs.items())
-        coded = encode_tensors(pairs, threads=self._threads, allowed=self._allowed)
+        coded = encode_tensors(pairs, threads=threads, allowed=allowed)
         chunks = [chunk for chunk in coded if chunk.changed]
         table = baseline.table.updated({(c.tensor, c.start): c.new_digest for c in chunks})
         return _state(tensors, table), chunks

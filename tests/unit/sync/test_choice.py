@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
+from delivery import World
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -190,6 +192,22 @@ def test_a_slow_encoder_that_was_measured_changes_the_choice() -> None:
     assert estimates.choose(situation).best.mode == "ctx"
     estimates.published(delta(encode_s=60.0, bytes_by_mode={"ctx": 119e6}), threads=16)
     assert estimates.choose(situation).best.mode != "ctx"
+
+
+def test_a_publisher_asks_before_each_version(tmp_path: Path) -> None:
+    world, estimates = World(tmp_path), Estimates()
+    engine, receiver = world.joined()
+    used: list[Mode] = []
+    for version, bandwidth in enumerate((1e5, 1e12), start=1):
+        tensors = world.model.train(1e-6)
+        found = estimates.choose(Situation(model_bytes=1e4, density=0.01, bandwidth_bytes_per_s=bandwidth, threads=2))
+        report = world.publisher.publish(tensors, version=version, allowed=found.allowed, threads=found.threads)
+        estimates.published(report, threads=found.threads)
+        receiver.sync()
+        assert engine.holds(tensors)
+        used.append(max(MODES, key=lambda mode: report.bytes_by_mode.get(mode, 0)))
+    assert used == ["ctx", "raw"]
+    assert estimates.density is not None
 
 
 @pytest.mark.parametrize(
