@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -118,12 +119,24 @@ class CostBook:
         self.workload = workload(spec, self.law, self.turns_factor)
         self.longest_tok = spec.prompt_tok + spec.response.cap_tok + self.workload.tool_tok
         """Context of a rollout that reaches the cap: what memory must hold on both sides."""
+        self._open()
+
+    def _open(self) -> None:
+        """Costs are worked out when first asked for."""
         self.engine = cache(self._engine)
         self.arrays = cache(self._arrays)
         self.trainer = cache(self._trainer)
         self.layout = cache(self._layout)
         self.hand_off = cache(self._hand_off)
         self.generator_fit = cache(self._generator_fit)
+
+    def with_constants(self, constants: Constants) -> CostBook:
+        """The same spec under other constants. Its lengths, which no constant changes and which take most of the time
+        to open a book, are shared."""
+        book = copy(self)
+        book.constants = constants
+        book._open()
+        return book
 
     @property
     def usd_per_chip_s(self) -> tuple[float, float]:

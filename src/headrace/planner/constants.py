@@ -25,7 +25,7 @@ def _seed(value: float, unit: str, source: str, grade: Grade, date: str = "2026-
 
 
 _SERVING = "fit to public vLLM, SGLang and TensorRT-LLM serving rows (aiconfigurator silicon_sample.csv)"
-_NEMO = "fit to 25 rows of NVIDIA NeMo RL's performance tables"
+_STEPS = "fit to 54 published RL steps (NeMo RL v0.4 to v0.6, verl V1)"
 
 
 class ServingSet(Section):
@@ -112,22 +112,29 @@ class Constants(Section):
     """Scheduler, sampling and detokenizing, per decode step."""
     moe_decode_factor: Fact = _seed(1.25, "factor", _SERVING, "fitted")
     """Mixture-of-experts decode over its roofline: uneven experts, grouped kernels."""
+    rollout_factor_dense: Fact = _seed(1.63, "factor", _STEPS, "fitted")
+    """Decode steps of RL rollouts over those of serving rows, dense models: on top of the serving constants."""
+    rollout_factor_moe: Fact = _seed(1.4, "factor", _STEPS, "fitted")
+    """The same, mixture of experts."""
     smooth_p: Fact = _seed(6.0, "exponent", "middle of 4 to 8", "guess")
     """Of the smooth maximum of memory and compute time."""
     kv_reserve_frac: Fact = _seed(0.02, "frac", "fragmentation and workspaces", "guess")
     """Share of memory inside mem_frac that never holds KV entries."""
     engine_reserve_bytes: Fact = _seed(2e9, "bytes", "context, graphs and communication buffers of one chip", "guess")
 
-    mfu_dense: Fact = _seed(0.23, "frac", _NEMO, "fitted")
-    """Model FLOPs utilisation of the trainer, dense models."""
-    mfu_moe: Fact = _seed(0.11, "frac", _NEMO, "fitted")
+    train_eff: Fact = _seed(0.6, "frac", "matrix products of some hundred rows, as in decode", "guess")
+    """Of the dense peak that the trainer's matrix products reach."""
+    train_rate_dense: Fact = _seed(1.8e15, "FLOP/s", _STEPS, "fitted")
+    """FLOPs per second and chip at which all that is no matrix product holds up training, dense models. The same
+    on chips of any peak."""
+    train_rate_moe: Fact = _seed(147e12, "FLOP/s", _STEPS, "fitted")
     """The same, mixture of experts."""
-    mfu_logprob_factor: Fact = _seed(1.0, "factor", _NEMO + " (which count both alike)", "fitted")
+    mfu_logprob_factor: Fact = _seed(1.0, "factor", "published RL steps were fitted with both alike", "guess")
     """MFU of a forward-only pass over that of the update."""
     tp_loss_per_doubling: Fact = _seed(0.04, "frac", "usual cost of tensor parallelism in training", "guess")
-    fixed_s: Fact = _seed(5.5, "s", _NEMO, "fitted")
+    fixed_s: Fact = _seed(1.3, "s", _STEPS, "fitted")
     """Per batch, whatever its size."""
-    fixed_s_per_gb: Fact = _seed(0.012, "s/GB", "a quarter of the 0.048 of NeMo RL rows; the rest is hand-off", "guess")
+    fixed_s_per_gb: Fact = _seed(0.037, "s/GB", _STEPS, "fitted")
     """Per batch and GB of bf16 weights: optimizer, gradient exchange."""
     fixed_knee_gb: Fact = _seed(1400.0, "GB", "largest model of the NeMo RL rows (DeepSeek-V3)", "guess")
     """Beyond it the overhead grows with the square root only."""
@@ -140,8 +147,10 @@ class Constants(Section):
         0.4, "frac", "checkpoint-engine and verl rows: 14-20 GB/s per NIC, 70 in a node", "fitted"
     )
     """Of one chip's link: pipelined broadcasts do not grow with the number of engines."""
-    colocated_eff: Fact = _seed(0.15, "frac", "checkpoint-engine rows on 8 H800; NeMo RL's refit", "guess")
-    """Of the scale-up link, resharding from trainer to engine on the same chips."""
+    colocated_eff: Fact = _seed(
+        1.05, "factor", "checkpoint-engine rows: 59 to 75 GB/s on H800 and H20, whose scale-up links differ", "fitted"
+    )
+    """Of one chip's host link, from trainer to engine on the same chips: the next chip loads while one broadcasts."""
     host_eff: Fact = _seed(0.7, "frac", "pinned copies over PCIe", "guess")
     """Of the host link."""
     apply_s: Fact = _seed(0.2, "s", "reloading references, clearing prefix caches", "guess")
@@ -212,7 +221,7 @@ class Constants(Section):
         terms: dict[str, tuple[Fact | None, Iterable[Fact]]] = {
             "decode": (gen.base_s, (fitted.mem_eff, fitted.layer_s, fitted.step_s)),
             "prefill": (gen.prefill_s_per_tok, (fitted.prefill_eff,)),
-            "training": (train.train_s_per_tok, (self.mfu_dense, self.mfu_moe, self.fixed_s)),
+            "training": (train.train_s_per_tok, (self.train_rate_dense, self.train_rate_moe, self.fixed_s)),
             "hand_off": (train.publish_s, (self.hand_off_s, self.hand_off_eff)),
         }
         return {
@@ -229,7 +238,16 @@ SERVING_NAMES = (
 _POSITIVE = frozenset(
     {
         *("mem_eff", "flop_eff", "prefill_eff", "net_eff", "moe_decode_factor", "smooth_p"),
-        *("mfu_dense", "mfu_moe", "mfu_logprob_factor", "fixed_knee_gb", "train_mem_frac"),
+        *(
+            "rollout_factor_dense",
+            "rollout_factor_moe",
+            "train_eff",
+            "train_rate_dense",
+            "train_rate_moe",
+            "mfu_logprob_factor",
+            "fixed_knee_gb",
+            "train_mem_frac",
+        ),
         *("hand_off_eff", "colocated_eff", "host_eff", "delta_bytes_per_s"),
     }
 )

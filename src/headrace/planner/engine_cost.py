@@ -281,7 +281,8 @@ def engine_cost(
     parts = decode_parts(
         shape, chip, running, tp=tp, precision=precision, context_tok=context_tok, verify_tok=verify_tok
     )
-    stretch = 1.0 + (draft_frac if accept_tok > 1.0 else 0.0)
+    stretch = (constants.rollout_factor_moe if shape.is_moe else constants.rollout_factor_dense).value
+    stretch *= 1.0 + (draft_frac if accept_tok > 1.0 else 0.0)
     prefill = prefill_parts(shape, chip, tp=tp, precision=precision, context_tok=context_tok)
     per_tok_s = prefill.flop_s_per_tok / constants.prefill_eff.value + prefill.wire_s_per_tok / constants.net_eff.value
     per_tok2_s = prefill.flop_s_per_pair / constants.prefill_eff.value

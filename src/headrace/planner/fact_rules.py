@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from headrace.errors import PlanError
 from headrace.planner import closed, normal
 from headrace.planner.constants import Constants
+from headrace.planner.cost import TrainerCost
 from headrace.planner.fixtures_data import FactRow
 from headrace.planner.handoff_cost import hand_off_cost
 from headrace.planner.hardware import chip
@@ -157,14 +159,27 @@ def _tail_share(row: FactRow, _: Constants) -> Prediction:
 
 
 def _train_mfu(row: FactRow, constants: Constants) -> Prediction:
-    shape, seq_tok = model(row.word("model")), row.number("seq_tok")
+    return {"mfu": _trainer(row, row.word("gpu"), constants).mfu}
+
+
+def _train_gain(row: FactRow, constants: Constants) -> Prediction:
+    seq_tok = row.number("seq_tok")
+    base_s, other_s = (
+        _trainer(row, row.word(name), constants).batch_s(seq_tok, seq_tok**2) for name in ("gpu", "other_gpu")
+    )
+    return {"speedup": base_s / other_s}
+
+
+def _trainer(row: FactRow, gpu: str, constants: Constants) -> TrainerCost:
+    """The row's trainer on chips of one kind; batches are large, so that the overhead of a step does not matter."""
+    shape, seq_tok, gpus = model(row.word("model")), row.number("seq_tok"), int(row.number("gpus"))
     cost = trainer_cost(
         shape,
-        chip(row.word("gpu")),
-        gpus=int(row.number("gpus")),
+        chip(gpu),
+        gpus=gpus,
         tp=1,
         pp=1,
-        ep=int(row.number("gpus")) if shape.is_moe else 1,
+        ep=gpus if shape.is_moe else 1,
         precision="bf16",
         lora=bool(row.number("lora")),
         logprob_passes=0,
@@ -172,7 +187,7 @@ def _train_mfu(row: FactRow, constants: Constants) -> Prediction:
         batch_tok=64 * seq_tok,
         constants=constants,
     )
-    return {"mfu": cost.mfu}
+    return replace(cost, fixed_s=0.0)
 
 
 def _usd_per_mtok(row: FactRow, _: Constants) -> Prediction:
@@ -221,6 +236,7 @@ _RULES: Mapping[str, tuple[str, Reads]] = {
     "spec_decode": ("formula", _spec_decode),
     "staleness": ("formula", _staleness),
     "tail_share": ("formula", _tail_share),
+    "train_gain": ("costs", _train_gain),
     "train_mfu": ("costs", _train_mfu),
     "usd_per_mtok": ("formula", _usd_per_mtok),
     "wait_plus_train": ("identity", _wait_plus_train),

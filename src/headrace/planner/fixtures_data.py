@@ -45,6 +45,7 @@ Rule = Literal[
     "spec_decode",
     "staleness",
     "tail_share",
+    "train_gain",
     "train_mfu",
     "usd_per_mtok",
     "wait_plus_train",

@@ -33,7 +33,8 @@ def hand_off_cost(
     t0 + bytes / (eff * link), independent of the number of engines, as pipelined broadcasts are; the link is the
     scale-up link where both sides share one domain, else the slower side's scale-out link. pause: the engine writes
     the new weights; with stop the caller holds the engines during the transfer as well, with delta only what changed
-    is scattered. Colocated: nothing leaves the chips, but trainer state moves to the host and back (switch_s).
+    is scattered. Colocated: one chip after the other loads and broadcasts, at about the pace of its host link whatever
+    the scale-up link, and trainer state moves to the host and back (switch_s).
     Raises PlanError for an unknown policy.
     """
     if policy not in POLICIES:
@@ -47,7 +48,7 @@ def hand_off_cost(
         publish_s = weight_bytes / train_gpus / c.delta_bytes_per_s.value
         sent_bytes *= c.delta_frac.value
     if colocated:
-        link_bytes_per_s, transfer_s = c.colocated_eff.value * gen_chip.scale_up_bytes_per_s, 0.0
+        link_bytes_per_s, transfer_s = c.colocated_eff.value * gen_chip.host_bytes_per_s, 0.0
         publish_s = 0.0
     else:
         link_bytes_per_s = c.hand_off_eff.value * _link(train_chip, gen_chip, train_gpus + gen_gpus)

@@ -2,8 +2,9 @@
 
     python -m headrace.planner.scoreboard docs/scoreboard.md
 
-Steps are predicted twice, by the simulator on the product's own costs: untuned (serving rows only, no RL step seen),
-and with six constants fitted to all *other* published steps. Ratios take the same predictions.
+Steps are predicted twice on the product's own costs: untuned (serving rows only, no RL step seen; simulated), and with
+six constants fitted to all *other* published steps (closed forms, corrected by what the simulator differs by with the
+built-in constants). Ratios take the same predictions.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from headrace.planner.step_fit import (
     anchored,
     closed_step_s,
     estimate,
-    fit,
     left_out_fits,
     simulated_step_s,
     untuned,
@@ -125,8 +125,8 @@ class StepPredictions:
     untuned_s: Mapping[tuple[str, str], float]
     """Of scored steps only."""
     left_out_s: Mapping[tuple[str, str], float]
-    """Scored steps: simulated, from a fit to the others. Runs without a scored step: closed forms (only directions
-    are compared), from the fit to all scored ones, none of which is theirs."""
+    """Scored steps: from a fit to the others. Runs without a scored step: plain closed forms (only directions are
+    compared), from the fit to all scored ones, none of which is theirs."""
     used: Mapping[tuple[str, str], Constants]
     """What left_out_s rests on."""
     impossible: Mapping[tuple[str, str], str]
@@ -134,7 +134,7 @@ class StepPredictions:
 
 
 def predict_steps(fixtures: Sequence[Fixture]) -> StepPredictions:
-    """Predict every run with constants that have not seen it; some twenty seconds of one core. Deterministic."""
+    """Predict every run with constants that have not seen it; some fifteen seconds of one core. Deterministic."""
     runs = {(fixture.name, row.name): row for fixture in fixtures for row in fixture.runs}
     base, impossible = untuned(), {}
     for key, row in list(runs.items()):
@@ -146,15 +146,12 @@ def predict_steps(fixtures: Sequence[Fixture]) -> StepPredictions:
     scored = {key: row for key, row in runs.items() if "step_s" in row.scored}
     rows = list(scored.values())
     step_s = anchored(rows, PUBLISHED.constants(base))
-    whole = fit(rows, base, start=PUBLISHED, step_s=step_s, rounds=1)
-    others = left_out_fits(rows, base, whole, step_s=step_s)
-    used = dict.fromkeys(runs, whole.constants(base))
+    others = left_out_fits(rows, base, PUBLISHED, step_s=step_s)
+    used = dict.fromkeys(runs, PUBLISHED.constants(base))
     used |= {key: found.constants(base) for key, found in zip(scored, others, strict=True)}
     return StepPredictions(
         untuned_s={key: simulated_step_s(row.run, base) for key, row in scored.items()},
-        left_out_s={
-            key: (simulated_step_s if key in scored else closed_step_s)(row.run, used[key]) for key, row in runs.items()
-        },
+        left_out_s={key: (step_s if key in scored else closed_step_s)(row.run, used[key]) for key, row in runs.items()},
         used=used,
         impossible=impossible,
     )
@@ -290,11 +287,14 @@ source, date, and what the source leaves open.
 How to read it:
 
 - **untuned**: costs with constants from serving measurements alone; no RL step was seen (MFU 40 %, no overhead).
-- **left out**: six constants (decode factor and MFU for dense and mixture-of-experts models, overhead per optimizer
-  step and per GB of weights) fitted to all other published steps. No row takes part in the fit that predicts it. Rows
-  of several releases of one system resemble each other; `benchmarks/planner_accuracy.py` also holds out whole models.
+- **left out**: six constants (how much slower rollouts decode than serving, and the rate at which all but matrix
+  products holds up training, for dense and mixture-of-experts models; overhead per optimizer step and per GB of
+  weights) fitted to all other published steps. No row takes part in the fit that predicts it. Closed forms, each times
+  what the simulator differs by with the built-in constants, which are fitted to all rows. Rows of several releases of
+  one system resemble each other; `benchmarks/planner_accuracy.py` also holds out whole models and simulates every fit.
 - **held out**: the fit saw steps of other sources only, and inputs that the source does not give were assumed.
-- **formula**, **costs**: one formula or cost with the built-in constants, some of which were chosen on such rows.
+- **formula**, **costs**: one formula or cost with the built-in constants. Hand-off constants were chosen on the rows of
+  `weight_sync`; no constant was fitted to the rows of `prime_mfu`.
 - **identity**: nothing is predicted; the source's own figures are checked against each other.
 - Figures that contradict their own source are excluded, with the reason.
 """
@@ -311,7 +311,7 @@ def markdown(scores: Sequence[Score], fixtures: Sequence[Fixture]) -> str:
     parts = [HEAD, "## Steps by model\n", _table(PARTITION_HEAD, _partition_rows(scores, names))]
     parts += ["## Steps\n", "Seconds per optimizer batch.\n", _table(STEP_HEAD, [_step_cells(one) for one in steps])]
     parts += ["## Ratios and negative controls\n", RATIO_TEXT, _table(RATIO_HEAD, [_ratio_cells(s) for s in ratios])]
-    parts += ["## Facts\n", facts_table(facts)]
+    parts += ["## Facts\n", TRAINING_TEXT, facts_table(facts)]
     parts += ["## Other quantities of runs\n", facts_table(others)]
     parts += ["## Excluded\n", _table(EXCLUDED_HEAD, [_excluded_cells(one) for one in excluded])]
     parts += ["## Sources\n", sources_table(fixtures)]
@@ -326,6 +326,16 @@ EXCLUDED_HEAD = ("source", "row", "quantity", "published", "why")
 SOURCE_HEAD = ("file", "source", "version", "licence", "confidence", "missing")
 RATIO_TEXT = """Step seconds of the first over those of the second. Below 1 the change lost: a planner that always sees
 a gain is wrong. "per GPU" means that the second run holds more chips, and that the direction is judged per chip.
+"""
+
+
+TRAINING_TEXT = """The trainer's rate saturates: matrix products at 60 % of the peak, and the rest at a rate that is
+the same on every chip. That law was chosen on the steps above, where H100 and GB200 meet, so `prime_mfu` asks rows that
+took no part. On H20 it is right, where scaling with the peak would be off by 60 to 70 %. From H100 to B200, where peaks
+grow 2.28 times, trainers gained 1.07 to 1.94 times: the law says too little for mixtures of experts (1.13) and too much
+for dense models (1.73). Shares of the peak on one 8-GPU node with FSDP are far below those of NeMo RL's tuned layouts,
+which the rates come from, and so are those of vTrain's A100 runs (23 to 36 %, where the law says 54 %): calibrate with
+a run of your own before you trust seconds of training.
 """
 
 

@@ -1,16 +1,16 @@
 """Fit a few constants to published RL steps and predict the steps that were left out.
 
 What predicts is the product itself: `Estimator` (or `simulate`) on the costs of a row's spec and setting. Six numbers
-are free: how much slower decoding is than its formula for dense and mixture-of-experts models, the trainer's MFU for
-both, and the overhead of an optimizer step. A row never takes part in the fit that predicts it.
+are free: how much slower decoding is than in serving for dense and mixture-of-experts models, the rate at which all but
+matrix products holds up training of both, and the overhead of an optimizer step. A row never takes part in the fit
+that predicts it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 
 import numpy as np
@@ -27,9 +27,10 @@ from headrace.planner.simulate import simulate
 Floats = NDArray[np.float64]
 StepSeconds = Callable[[RunTerms, Constants], float]
 
-DECODE_LATENCIES = ("layer_s", "allreduce_s", "a2a_s", "scale_out_s", "step_s")
-SERVING_MOE_FACTOR = 1.2
-"""Mixture-of-experts decode over its roofline in serving rows alone."""
+MEASURED_ROLLOUTS = 1536
+"""As many, at least, count in a simulated mean."""
+NO_OTHER_RATE = 1e21
+"""Training held up by nothing but its matrix products."""
 USUAL_MFU = 0.40
 """What planners assume that never saw an RL trainer."""
 SMALL_LOG = 0.1
@@ -43,17 +44,14 @@ MOST_LOG = 0.7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepConstants:
-    """The six free numbers."""
+    """The six free numbers, named as in Constants."""
 
-    gen_dense: float = 1.2
-    """Seconds of a decode step over the formula's, dense models."""
-    gen_moe: float = 1.8
-    mfu_dense: float = 0.3
-    mfu_moe: float = 0.15
+    rollout_factor_dense: float = 1.2
+    rollout_factor_moe: float = 1.6
+    train_rate_dense: float = 400e12
+    train_rate_moe: float = 150e12
     fixed_s: float = 2.0
-    """Per optimizer step."""
     fixed_s_per_gb: float = 0.02
-    """Per optimizer step and GB of bf16 weights."""
 
     def logs(self) -> Floats:
         return np.log([getattr(self, name) for name in NAMES])
@@ -64,24 +62,13 @@ class StepConstants:
 
     def constants(self, base: Constants) -> Constants:
         """`base` with these numbers in place; every fact that moves is graded as fitted."""
-        values = {
-            "mem_eff": base.mem_eff.value / self.gen_dense,
-            "flop_eff": base.flop_eff.value / self.gen_dense,
-            "net_eff": base.net_eff.value / self.gen_dense,
-            "moe_decode_factor": self.gen_moe / self.gen_dense,
-            "mfu_dense": self.mfu_dense,
-            "mfu_moe": self.mfu_moe,
-            "fixed_s": self.fixed_s,
-            "fixed_s_per_gb": self.fixed_s_per_gb,
-        } | {name: getattr(base, name).value * self.gen_dense for name in DECODE_LATENCIES}
+        values = {name: getattr(self, name) for name in NAMES} | {"train_eff": builtin().train_eff.value}
         return replaced(base, values, "fit to published RL steps", name="published-steps")
 
 
-PUBLISHED = StepConstants(
-    gen_dense=1.582, gen_moe=1.809, mfu_dense=0.428, mfu_moe=0.1013, fixed_s=1.776, fixed_s_per_gb=0.0359
-)
-"""Fit to all 54 published steps, 2026-11-29. Only where fits start from: a few rounds lead to the same place."""
-NAMES = ("gen_dense", "gen_moe", "mfu_dense", "mfu_moe", "fixed_s", "fixed_s_per_gb")
+NAMES = tuple(field.name for field in fields(StepConstants))
+PUBLISHED = StepConstants(**{name: getattr(builtin(), name).value for name in NAMES})
+"""The built-in ones, which are fitted to all published steps. Only where fits start from."""
 
 
 def replaced(base: Constants, values: dict[str, float], source: str, *, name: str) -> Constants:
@@ -97,8 +84,9 @@ def replaced(base: Constants, values: dict[str, float], source: str, *, name: st
 
 def untuned(base: Constants | None = None) -> Constants:
     """Constants that have seen serving rows but no RL step: the usual MFU, no overhead."""
-    values = {"moe_decode_factor": SERVING_MOE_FACTOR, "mfu_dense": USUAL_MFU, "mfu_moe": USUAL_MFU}
-    return replaced(base or builtin(), values | {"fixed_s": 0.0, "fixed_s_per_gb": 0.0}, "usual", name="untuned")
+    values = {"train_eff": USUAL_MFU, "train_rate_dense": NO_OTHER_RATE, "train_rate_moe": NO_OTHER_RATE}
+    values |= {"rollout_factor_dense": 1.0, "rollout_factor_moe": 1.0, "fixed_s": 0.0, "fixed_s_per_gb": 0.0}
+    return replaced(base or builtin(), values, "usual", name="untuned")
 
 
 @cache
@@ -107,13 +95,8 @@ def _first_book(run: RunTerms) -> CostBook:
 
 
 def book_of(run: RunTerms, constants: Constants) -> CostBook:
-    """Costs of a run. Its lengths, which no constant changes and which take most of the time, are worked out once."""
-    book = copy(_first_book(run))
-    book.constants = constants
-    for name, value in vars(book).items():
-        if hasattr(value, "cache_clear"):
-            setattr(book, name, cache(getattr(book, f"_{name}")))
-    return book
+    """Costs of a run; its lengths are worked out once."""
+    return _first_book(run).with_constants(constants)
 
 
 def estimate(run: RunTerms, constants: Constants) -> Estimate:
@@ -137,7 +120,8 @@ def simulated_step_s(run: RunTerms, constants: Constants) -> float:
     book = book_of(run, constants)
     in_flight = math.ceil(run.setting().max_running / run.samples)
     warm_up = 0 if run.mode == "sync" else 1 + in_flight
-    steps = warm_up + max(3, in_flight)  # rollouts that start together end together: a whole round, at least
+    # rollouts that start together end together: a whole round, at least
+    steps = warm_up + max(in_flight, math.ceil(MEASURED_ROLLOUTS / run.samples))
     return simulate(parts(book, run.setting()), book.draws(), steps=steps, warm_up=warm_up).step_s_mean
 
 

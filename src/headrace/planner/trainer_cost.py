@@ -46,7 +46,8 @@ def trainer_cost(
     c = constants
     dp = gpus // (tp * pp)
     packs = max(1.0, batch_tok / max(seq_tok, 1.0))
-    mfu = (c.mfu_moe if shape.is_moe else c.mfu_dense).value
+    other_rate = (c.train_rate_moe if shape.is_moe else c.train_rate_dense).value
+    mfu = chip_rate(chip.peak(precision), c.train_eff.value, other_rate) / chip.peak(precision)
     mfu *= tensor_efficiency(chip, tp, c.tp_loss_per_doubling.value)
     mfu *= pipeline_efficiency(pp, packs / dp) * width_efficiency(dp, packs)
     update = 4.0 if lora else 6.0
@@ -66,6 +67,11 @@ def trainer_cost(
     if law is not None and law.train_fixed_s is not None:
         fixed_s = law.train_fixed_s.value
     return TrainerCost(s_per_tok=s_per_tok, s_per_tok2=s_per_tok2, fixed_s=fixed_s, mfu=mfu)
+
+
+def chip_rate(peak: float, eff: float, other_rate: float) -> float:
+    """FLOP/s of one chip: matrix products at `eff` of the peak, and what does not speed up with it at `other_rate`."""
+    return 1.0 / (1.0 / (eff * peak) + 1.0 / other_rate)
 
 
 def tensor_efficiency(chip: Chip, tp: int, loss_per_doubling: float) -> float:

@@ -85,10 +85,10 @@ def test_constants_stay_inside_their_bounds(tmp_path):
 
 def test_the_fit_is_the_same_every_time_and_keeps_other_constants(tmp_path):
     rows = read_rows(made_by(tmp_path / "rows.csv", TRUTH))
-    base = Constants(name="base", mfu_dense=Fact(value=0.3, unit="frac", source="t", date="2026", grade="measured"))
+    base = Constants(name="base", train_eff=Fact(value=0.3, unit="frac", source="t", date="2026", grade="measured"))
     one, two = (fit_serving(rows, base, name="mine", date="2026-11-29")[0] for _ in range(2))
     assert one == two
-    assert (one.name, one.mfu_dense.value) == ("mine", 0.3)
+    assert (one.name, one.train_eff.value) == ("mine", 0.3)
 
 
 def test_small_groups_keep_the_seeds(tmp_path):

@@ -6,20 +6,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.errors import PlanError
-from headrace.planner.constants import Constants, MeasuredLaw, ServingSet, builtin
+from headrace.planner.constants import MeasuredLaw, ServingSet, builtin
 from headrace.planner.engine_cost import compute_precision, decode_parts, distinct_experts, engine_cost, kv_room
 from headrace.planner.facts import Fact
 from headrace.planner.hardware import chip
 from headrace.planner.models import model
 
 H100 = chip("h100")
+SERVING = builtin().model_copy(
+    update={
+        name: dataclasses.replace(getattr(builtin(), name), value=1.0)
+        for name in ("rollout_factor_dense", "rollout_factor_moe")
+    }
+)
+"""The built-in constants, with decode as in serving."""
 MODELS = ("qwen3-8b", "qwen3-30b-a3b", "deepseek-v3", "gpt-oss-120b", "qwen3.5-35b-a3b", "glm-5")
 
 
 def cost(name="qwen3-8b", gpu="h100", tp=1, context_tok=2000.0, max_seqs=256, precision="bf16", mem_frac=0.9, **more):
     return engine_cost(
         model(name), chip(gpu), tp=tp, precision=precision, mem_frac=mem_frac, max_seqs=max_seqs,
-        context_tok=context_tok, **{"constants": builtin(), **more},
+        context_tok=context_tok, **{"constants": SERVING, **more},
     )  # fmt: skip
 
 
@@ -31,6 +38,14 @@ def test_one_sequence_costs_the_weights_over_bandwidth_and_the_overheads():
     # Qwen3-8B: 8.19e9 weights less 151936 x 4096 of embedding look-up, two bytes each.
     weights_s = (8_190_735_360 - 151_936 * 4096) * 2 / 3.35e12 / 0.85
     assert cost().decode.step_s(1, 1) == pytest.approx(weights_s + 36 * 25e-6 + 1e-3, rel=1e-3)
+
+
+@pytest.mark.parametrize(("name", "factor"), [("qwen3-8b", 1.63), ("qwen3-30b-a3b", 1.4)])
+def test_rollouts_decode_slower_than_serving_and_prefill_alike(name, factor):
+    serving, rollout = cost(name), cost(name, constants=builtin())
+    for b, tok in ((1, 1), (64, 100_000)):
+        assert rollout.decode.step_s(b, tok) == pytest.approx(factor * serving.decode.step_s(b, tok))
+    assert dataclasses.replace(rollout, decode=serving.decode) == serving
 
 
 def test_many_sequences_cost_their_products():
@@ -197,15 +212,15 @@ def test_a_runs_own_law_replaces_the_formula_for_its_width():
         model="qwen3-8b", chip="h100", gen_tp=2, base_s=fact(0.01), per_request_s=fact(1e-4),
         per_context_tok_s=fact(1e-8), prefill_s_per_tok=fact(3e-5),
     )  # fmt: skip
-    measured = cost(tp=2, constants=Constants(name="run", laws=(law,)))
+    measured = cost(tp=2, constants=SERVING.model_copy(update={"laws": (law,)}))
     assert measured.decode.step_s(10, 5000) == pytest.approx(0.01 + 1e-3 + 5e-5)
     assert measured.prefill_s(1000, 500) == pytest.approx(0.03)
-    assert cost(tp=4, constants=Constants(name="run", laws=(law,))) == cost(tp=4)
+    assert cost(tp=4, constants=SERVING.model_copy(update={"laws": (law,)})) == cost(tp=4)
 
 
 def test_the_serving_set_of_the_engine_is_used():
     slow = ServingSet(chip="h100", engine="vllm", precision="bf16", facts={"step_s": fact(0.1)})
-    c = Constants(name="slow", serving=(slow,))
+    c = SERVING.model_copy(update={"serving": (slow,)})
     assert cost(constants=c, engine="vllm").decode.step_s(1, 1) > 0.1
     assert cost(constants=c, engine="sglang") == cost()
 

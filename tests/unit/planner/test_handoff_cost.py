@@ -37,6 +37,22 @@ def test_transfers_within_a_fifth_of_published_seconds(name, gpu, train, gen, pu
     assert cost(name, gpu, train, gen, tp=4).transfer_s == pytest.approx(published_s, rel=0.2)
 
 
+@pytest.mark.parametrize(
+    ("name", "gpu", "gpus", "tp", "precision", "published_s"),
+    [
+        ("glm-4.5-air", "h800", 8, 8, "bf16", 3.47),  # checkpoint-engine, broadcast
+        ("qwen3-235b-a22b", "h800", 8, 8, "bf16", 6.22),
+        ("deepseek-v3", "h20", 16, 16, "fp8", 10.19),
+        ("kimi-k2", "h20", 256, 16, "fp8", 16.04),
+    ],
+)
+def test_shared_pools_within_a_fifth_of_published_seconds_on_any_scale_up_link(
+    name, gpu, gpus, tp, precision, published_s
+):
+    shared = cost(name, gpu, gpus, gpus, tp=tp, precision=precision, colocated=True)
+    assert whole_s(shared) == pytest.approx(published_s, rel=0.2)
+
+
 def test_bytes_are_those_of_the_serving_weights():
     assert cost().bytes == 2 * 8_190_735_360
     assert cost(precision="fp8").bytes == model("qwen3-8b").weight_bytes("fp8")
