@@ -3,8 +3,8 @@
     python benchmarks/planner_accuracy.py [--parts steps decode own] [--own FILE] [--serving FILE]
 
     steps    step seconds of public RL runs (src/headrace/planner/fixtures), simulated on the product's own costs.
-             untuned: constants from serving rows only, MFU 40 %, no overhead. built_in: the constants that ship, some
-             of which were chosen on such rows. left_out: six constants fitted to all other rows. Held out as well:
+             untuned: constants from serving rows only, MFU 40 %, no overhead. built_in: the constants that ship,
+             which are fitted to these very rows. left_out: six constants fitted to all other rows. Held out as well:
              all rows of the same configuration (releases repeat them), and all rows of the same model.
     decode   seconds per output token of measured serving rows (shared/data, or HEADRACE_SERVING_DATA). untuned: the
              seeds. fitted: five constants per chip, engine and number format, from half of the configurations; the
