@@ -125,6 +125,24 @@ def unzigzag(old: Bits, folded: Bits, layout: Layout) -> Bits:
     return ordered(ordered(old, layout) + step, layout)
 
 
+def rotated(bits: Bits, layout: Layout) -> Bits:
+    """The sign moved to the lowest bit, so that the highest byte plane of a bfloat16 or float32 is its exponent."""
+    if not layout.sign_magnitude:
+        return bits
+    kind, top = bits.dtype.type, 8 * layout.width_bytes - 1
+    moved: Bits = (bits << kind(1)) | (bits >> kind(top))
+    return moved
+
+
+def unrotated(bits: Bits, layout: Layout) -> Bits:
+    """The inverse of `rotated`."""
+    if not layout.sign_magnitude:
+        return bits
+    kind, top = bits.dtype.type, 8 * layout.width_bytes - 1
+    moved: Bits = (bits >> kind(1)) | (bits << kind(top))
+    return moved
+
+
 def planes(bits: Bits) -> list[NDArray[np.uint8]]:
     """Byte planes, lowest byte first; exponents compress when they are not mixed with mantissas."""
     table = bits.view(np.uint8).reshape(bits.size, bits.dtype.itemsize)

@@ -7,7 +7,9 @@ exponent, and each bucket has its own gaps (counted among its own elements) and 
     number of buckets, then each: first class, last class, number of changes
     each bucket's gaps                                   (gaps.py)
     steps in order of bucket, position, coded by groups of buckets (steps.py): zigzag - 1, or 255 for "see below"
-    new bits of those that said 255, in the same order: a frame per byte plane
+    new bits of those that said 255, sign lowest, in the same order: a frame per byte plane
+
+Zeros and denormals move by whole exponents, unlike all others: they share neither a bucket nor a frame of steps.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from typing import Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.sync.bits import Bits, Layout, exponent_class, from_planes, planes, unzigzag, zigzag
+from headrace.sync.bits import Bits, Layout, exponent_class, from_planes, planes, rotated, unrotated, unzigzag, zigzag
 from headrace.sync.entropy import place_bits
 from headrace.sync.gaps import read_gaps, write_gaps
 from headrace.sync.steps import read_codes, write_codes
@@ -31,6 +33,7 @@ _BUCKET_BITS = 80  # about what a bucket costs beyond its changes: header, paddi
 _GROUP_STEPS = 4096  # steps that pay for a table of their own
 _SAMPLE_ELEMS = 1 << 16
 _ESCAPE = 255
+_SUBNORMAL = 0  # class of zeros and denormals, which move by whole exponents, unlike all others
 
 
 class Kernels(Protocol):
@@ -81,9 +84,9 @@ def write_ctx(old: Bits, new: Bits, positions: NDArray[np.uint32], layout: Layou
     parts = [varint(len(ranges))]
     parts += [bytes(pair) + varint(int(count)) for pair, count in zip(ranges, counts, strict=True)]
     parts += [write_gaps(part) for part in np.split(gaps, np.cumsum(counts)[:-1])]
-    parts += [write_codes(codes[span]) for span in _groups(counts)]
+    parts += [write_codes(codes[span]) for span in _groups(ranges, counts)]
     if far.any():
-        parts += [frame(plane) for plane in planes(now[order][far])]
+        parts += [frame(plane) for plane in planes(rotated(now[order][far], layout))]
     return b"".join(parts)
 
 
@@ -93,10 +96,11 @@ def read_ctx(
     """Positions (increasing) and new bits of `changed` (at least one) elements; refuses what does not fit `old`."""
     ranges, counts = _read_table(reader, changed, layout)
     gaps = np.concatenate([read_gaps(reader, int(count), old.size) for count in counts])
-    codes = np.concatenate([read_codes(reader, span.stop - span.start) for span in _groups(counts)])
+    codes = np.concatenate([read_codes(reader, span.stop - span.start) for span in _groups(ranges, counts)])
     far = np.flatnonzero(codes == _ESCAPE)
     if far.size:
-        far_bits = from_planes([reader.frame(far.size, "far values") for _ in range(layout.width_bytes)], layout)
+        parts = [reader.frame(far.size, "far values") for _ in range(layout.width_bytes)]
+        far_bits = unrotated(from_planes(parts, layout), layout)
     reader.end()
     positions, indices = passes.locate(old, gaps, _bucket_of_class(ranges, layout), counts, layout)
     if positions.size != changed:
@@ -141,7 +145,7 @@ def _ranges(elems: NDArray[np.int64], changed: NDArray[np.int64]) -> list[tuple[
     for e in np.flatnonzero(changed).tolist():
         k = int(changed[e])
         n = max(int(elems[e]), k)
-        if out:
+        if out and out[-1][1] != _SUBNORMAL:
             # what lies between without a change would join too
             first, last = out[-1]
             both_n, both_k = held_n + n + int(elems[last + 1 : e].sum()), held_k + k
@@ -162,12 +166,12 @@ def _bucket_of_class(ranges: list[tuple[int, int]], layout: Layout) -> NDArray[n
     return buckets
 
 
-def _groups(counts: NDArray[np.int64]) -> Iterator[slice]:
-    """Spans of steps that share a frame: whole buckets, until there are enough."""
+def _groups(ranges: list[tuple[int, int]], counts: NDArray[np.int64]) -> Iterator[slice]:
+    """Spans of steps that share a frame: whole buckets, until there are enough; zeros and denormals by themselves."""
     start = stop = 0
     total = int(counts.sum())
-    for count in counts.tolist():
+    for (_, last), count in zip(ranges, counts.tolist(), strict=True):
         stop += count
-        if stop - start >= _GROUP_STEPS or stop == total:
+        if stop - start >= _GROUP_STEPS or stop == total or last == _SUBNORMAL:
             yield slice(start, stop)
             start = stop

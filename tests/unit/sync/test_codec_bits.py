@@ -10,7 +10,18 @@ import pytest
 from numpy.typing import NDArray
 
 from headrace.errors import SyncError
-from headrace.sync.bits import LAYOUTS, as_bits, exponent_class, from_planes, ordered, planes, unzigzag, zigzag
+from headrace.sync.bits import (
+    LAYOUTS,
+    as_bits,
+    exponent_class,
+    from_planes,
+    ordered,
+    planes,
+    rotated,
+    unrotated,
+    unzigzag,
+    zigzag,
+)
 
 FLOATS: dict[str, Any] = {
     "BF16": ml_dtypes.bfloat16,
@@ -39,6 +50,18 @@ def test_order_is_that_of_the_values(dtype: str) -> None:
     assert (ordered(ordered(bits, layout), layout) == bits).all()
     values = values_of(bits, dtype)[np.argsort(numbers)]
     assert (np.diff(values[~np.isnan(values)]) >= 0).all()
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, "U8", "I16"])
+def test_the_sign_moves_to_the_lowest_bit_and_back(dtype: str) -> None:
+    layout = LAYOUTS[dtype]
+    bits = all_patterns(dtype)
+    moved = rotated(bits, layout)
+    assert unrotated(moved, layout).tolist() == bits.tolist()
+    if dtype in FLOATS:
+        assert ((moved & 1 == 1) == np.signbit(bits.view(FLOATS[dtype]))).all()
+    if dtype == "BF16":
+        assert planes(moved)[1].tolist() == exponent_class(bits, layout).tolist()
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

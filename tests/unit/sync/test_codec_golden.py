@@ -28,11 +28,11 @@ BODIES: dict[Mode, bytes] = {
 }
 
 BODY = (
-    "0R<3*2mgczDJZos{a}Ow{Qv-P00aO71OWmB0s#aA00agAOQEU&=mU%a#sFhv01E($0VuUE{a}Ow1q1+;1OEX80R#aA0R#a80R#aA0R#aA0RjO8"
-    "0R#aA0R#a80R#aA0R#aA0RjO80R#aA0R#a70ssF2|NkKX;1d#{05S-ew*nLkm|_A1panr?G;kO=3>*dy1BZdbz+vDpa2PlY90m>phk?VuVc;-u"
-    "7&r_Z1`Y#<fy2OI7hnMe0000000n-2etv!"
+    "0R<3*2mgczDJZos{a}Ow{Qv-P00aO71OWmB0s#aA00agAOQEU&=mU%a#sFhv01E($0VuUE{a}Ow1q1+;1OEX80R#aA0R#a80R#aA0R#aA0RjO80R"
+    "#aA0R#a80R#aA0R#aA0RjO80R#aA0R#a70ssF2|NkKX;1d#{05S-ew*nLkm|_A1panr?G;kO=3>*dy1BZdbz+vDpa2PlY90m>phk?VuVc;-u7&r_"
+    "Z1`Y#<fy2OI7hnMe0000000sQ~{QUd"
 )
-BODY_DIGEST = "9b32eedecaac87ea79999d62e1fe21b5"
+BODY_DIGEST = "93e40b2334267962e36a40f4346afb88"
 BODY_OLD = "a5f09244c26d975af7406ad0758a2178"
 BODY_NEW = "760a2d6f2e62b740ec29157eda97ce80"
 
