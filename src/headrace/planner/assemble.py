@@ -9,7 +9,7 @@ from functools import cache
 
 from headrace.errors import PlanError
 from headrace.planner.closed import DecodeArrays, LengthTable, length_table
-from headrace.planner.constants import Constants, load
+from headrace.planner.constants import Basis, Constants, load
 from headrace.planner.cost import EngineCost, HandOffCost, TrainerCost
 from headrace.planner.draws import Draws
 from headrace.planner.drift import drift_factors
@@ -137,6 +137,23 @@ class CostBook:
         book.constants = constants
         book._open()
         return book
+
+    def basis(self) -> dict[str, Basis]:
+        """What each term rests on: the constants, or the chip's own figures where those are a guess."""
+        gen, train, spec = self.gen_chip, self.train_chip, self.spec
+        found = self.constants.basis(
+            model=self.shape.name, gen_chip=gen.name, train_chip=train.name, precision=spec.precision
+        )
+        figures = {
+            "decode": gen.facts.get("hbm_rate"),
+            "prefill": gen.facts.get(spec.precision),
+            "training": train.facts.get(spec.train_precision),
+        }
+        for term, figure in figures.items():
+            basis = found[term]
+            if figure is not None and figure.grade == "guess" and basis.grade != "measured":
+                found[term] = Basis(f"{basis.name}; the chip's figures: {figure.source}", "guess")
+        return found
 
     @property
     def usd_per_chip_s(self) -> tuple[float, float]:

@@ -21,9 +21,10 @@ from headrace.planner.sim_trace import Trace
 from headrace.planner.simulate import simulate
 from headrace.planner.spec import PlanSpec
 
-ERROR_OF_GRADE: dict[Grade, float] = {"measured": 0.08, "fitted": 0.20, "spec": 0.35, "guess": 0.35}
+ERROR_OF_GRADE: dict[Grade, float] = {"measured": 0.08, "fitted": 0.20, "spec": 0.35, "guess": 0.7}
 """Relative error (one standard deviation) of a step's time by the grade of what it rests on. fitted: 20 % of a
-leave-one-row-out fit to NeMo RL's table (PLANNER 2.5 b); spec: its untuned error; measured: a run's own laws."""
+leave-one-row-out fit to NeMo RL's table (PLANNER 2.5 b); spec: its untuned error; measured: a run's own laws; guess:
+within a factor of two, mostly."""
 IDLE = 0.05
 """A trainer that waits less than this is busy."""
 FULL = 0.93
@@ -126,12 +127,7 @@ def evaluate_setting(
 
 def calibration_error(book: CostBook) -> float:
     """Relative error of a step's time from the weakest grade of decode and training."""
-    basis = book.constants.basis(
-        model=book.shape.name,
-        gen_chip=book.gen_chip.name,
-        train_chip=book.train_chip.name,
-        precision=book.spec.precision,
-    )
+    basis = book.basis()
     return max(ERROR_OF_GRADE[basis[term].grade] for term in ("decode", "training"))
 
 

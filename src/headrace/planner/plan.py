@@ -205,12 +205,7 @@ def _spec(given: PlanSpec | Mapping[str, Any] | str | Path) -> PlanSpec:
 
 def _terms(book: CostBook) -> tuple[Term, ...]:
     """What each part of the prediction rests on."""
-    basis = book.constants.basis(
-        model=book.shape.name,
-        gen_chip=book.gen_chip.name,
-        train_chip=book.train_chip.name,
-        precision=book.spec.precision,
-    )
+    basis = book.basis()
     terms = [Term(name=name, grade=b.grade, source=f"calibration {b.name}") for name, b in basis.items()]
     response, cluster = book.spec.response, book.spec.cluster
     from_file = response.law == "file"

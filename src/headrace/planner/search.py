@@ -24,6 +24,7 @@ from headrace.planner.constants import Constants
 from headrace.planner.estimate import Estimator
 from headrace.planner.evaluate import Evaluated, evaluate
 from headrace.planner.memory import generator_widths
+from headrace.planner.recipe import CPU
 from headrace.planner.setting import Setting
 from headrace.planner.spec import HandOffPolicy, Mode, PlanSpec
 
@@ -163,7 +164,7 @@ def _of_mode(estimator: Estimator, mode: Mode, total: int, pruned: Counter[str])
         layout = _layout(book, train_gpus, pruned)
         if layout is None:
             continue
-        for gen_tp in search.gen_tp or GEN_TP:
+        for gen_tp in search.gen_tp or ((gen_gpus,) if book.gen_chip.name == CPU else GEN_TP):
             if not _engine_fits(book, gen_tp, gen_gpus, pruned):
                 continue
             common: dict[str, Any] = {
@@ -265,7 +266,11 @@ def _layout(book: CostBook, train_gpus: int, pruned: Counter[str]) -> tuple[int,
 
 def _engine_fits(book: CostBook, gen_tp: int, gen_gpus: int, pruned: Counter[str]) -> bool:
     """Engines of this width exist on so many chips, and each holds its longest rollout."""
-    if gen_gpus % gen_tp or (book.shape.heads and book.shape.heads % gen_tp):
+    if book.gen_chip.name == CPU:  # cores of one machine are threads of one engine, not shards of a model
+        divides = gen_tp == gen_gpus
+    else:
+        divides = gen_gpus % gen_tp == 0 and (not book.shape.heads or book.shape.heads % gen_tp == 0)
+    if not divides:
         pruned["divisibility"] += 1
         return False
     work, cap_tok = book.workload, book.spec.response.cap_tok

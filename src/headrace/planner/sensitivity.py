@@ -16,7 +16,6 @@ from headrace.planner.constants import Constants, MeasuredLaw, ServingSet
 from headrace.planner.estimate import Estimator
 from headrace.planner.evaluate import ERROR_OF_GRADE, Evaluated
 from headrace.planner.facts import Fact
-from headrace.planner.models import model
 from headrace.planner.search import Found
 from headrace.planner.setting import Setting
 from headrace.planner.spec import PlanSpec
@@ -83,13 +82,11 @@ def speedup_band(spec: PlanSpec, constants: Constants, found: Found) -> Band:
     """
     assert found.best_sync is not None
     pair = [found.best.setting, found.best_sync.setting]
-    basis = constants.basis(
-        model=_shape_name(spec), gen_chip=spec.cluster.gpu_generate or spec.cluster.gpu, train_chip=spec.cluster.gpu,
-        precision=spec.precision,
-    )  # fmt: skip
+    book = CostBook(spec, constants)
+    basis = book.basis()
     gen = math.exp(Z90 * ERROR_OF_GRADE[basis["decode"].grade])
     train = math.exp(Z90 * ERROR_OF_GRADE[basis["training"].grade])
-    base = _ratio(CostBook(spec, constants), pair)
+    base = _ratio(book, pair)
     ratios = [1.0]
     for gen_factor, train_factor in ((gen, 1 / train), (1 / gen, train), (gen, train), (1 / gen, 1 / train)):
         ratios.append(_ratio(CostBook(spec, slower(constants, gen_factor, train_factor)), pair) / base)
@@ -220,10 +217,6 @@ def _slower_law(law: MeasuredLaw, gen_factor: float, train_factor: float, net_fa
 
 def _scaled(fact: Fact, factor: float) -> Fact:
     return replace(fact, value=fact.value * factor)
-
-
-def _shape_name(spec: PlanSpec) -> str:
-    return model(spec.model).name
 
 
 def _estimate(book: CostBook, setting: Setting) -> Estimate:

@@ -238,3 +238,10 @@ def test_hosted_prices_break_even_where_both_cost_the_same(planned: Plan) -> Non
     same = plan(spec(cluster=ClusterConfig(gpu="h100", num_gpus=8, usd_per_gpu_h=line.break_even_usd_per_gpu_h)))
     (even,) = [h for h in same.hosted if h.provider.lower() == "tinker"]
     assert even.own_usd_per_mtok == pytest.approx(even.hosted_usd_per_mtok)
+
+
+def test_cores_are_threads_of_one_engine_and_a_chip_that_is_a_guess_says_so() -> None:
+    laptop = plan(spec(model="smollm2-135m-instruct", cluster=ClusterConfig(gpu="cpu", num_gpus=4)))
+    assert all(found.setting.engines == 1 for found in laptop.ranked)
+    assert laptop.grade == "guess"
+    assert laptop.step_s.high > 2 * laptop.step_s.mid
