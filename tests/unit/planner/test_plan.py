@@ -241,7 +241,8 @@ def test_hosted_prices_break_even_where_both_cost_the_same(planned: Plan) -> Non
 
 
 def test_cores_are_threads_of_one_engine_and_a_chip_that_is_a_guess_says_so() -> None:
-    laptop = plan(spec(model="smollm2-135m-instruct", cluster=ClusterConfig(gpu="cpu", num_gpus=4)))
+    short = ResponseConfig(mean_tok=50, cap_tok=256)
+    laptop = plan(spec(model="smollm2-135m-instruct", response=short, cluster=ClusterConfig(gpu="cpu", num_gpus=4)))
     assert all(found.setting.engines == 1 for found in laptop.ranked)
     assert laptop.grade == "guess"
     assert laptop.step_s.high > 2 * laptop.step_s.mid
