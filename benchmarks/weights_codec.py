@@ -13,8 +13,11 @@ index  int32 position and new value, uncompressed
 
 What favours the peers: ours includes two to three hashes of each chunk, theirs none; theirs see the model as one array
 in one piece, ours is cut into chunks that can be fetched and proven one by one. `limit` is the entropy bound of
-headrace.sync.entropy (class of the old exponent known), per chunk. The last line is one JSON object; `ratio` and what
-is compared with it are means over the pairs at lr 1e-6 of a run under way, `..._resumed` of one that starts from bf16.
+headrace.sync.entropy (class of the old exponent known), per chunk. It is given the empirical frequencies for free, so
+it is too low where most values occur once: steps from zero or from the bf16 grid.
+
+The last line is one JSON object; `ratio` and what is compared with it are means over the pairs at lr 1e-6 of a run
+under way, `..._resumed` of one that starts from bf16; rates and memory are over all pairs.
 """
 
 from __future__ import annotations
@@ -200,16 +203,19 @@ def measure(old: Weights, new: Weights, repeats: int) -> dict[str, float]:
     }
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    heads = ("start", "lr", "step", "changed", "full/ours", "xor/ours", "gap/ours", "index/ours", "limit/ours")
-    rates = ("encode", "apply", "xor", "unxor", "gap")
-    lines = ["  ".join(f"{h:>10}" for h in (*heads, *(f"{r} GB/s" for r in rates)))]
-    for row in rows:
-        sizes = [row[key] / row["ours"] for key in ("full_bytes", "xor", "gap", "index", "limit")]
-        cells = [row["start"], f"{row['lr']:g}", str(row["step"]), f"{100 * row['density']:.2f} %"]
-        cells += [f"{size:.3f}" if size < 1 else f"{size:.2f}" for size in sizes]
-        lines.append("  ".join(f"{c:>10}" for c in (*cells, *(f"{row[r + '_gb_s']:.2f}" for r in rates))))
-    return "\n".join(lines)
+HEADS = ("start", "lr", "step", "changed", "full/ours", "xor/ours", "gap/ours", "index/ours", "limit/ours")
+RATES = ("encode", "apply", "xor", "unxor", "gap")
+
+
+def line(cells: Sequence[str]) -> str:
+    return "  ".join(f"{cell:>10}" for cell in cells) + "\n"
+
+
+def cells_of(row: dict[str, Any]) -> list[str]:
+    sizes = [row[key] / row["ours"] for key in ("full_bytes", "xor", "gap", "index", "limit")]
+    cells = [row["start"], f"{row['lr']:g}", str(row["step"]), f"{100 * row['density']:.2f} %"]
+    cells += [f"{size:.3f}" if size < 1 else f"{size:.2f}" for size in sizes]
+    return cells + [f"{row[rate + '_gb_s']:.2f}" for rate in RATES]
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -246,11 +252,13 @@ def main() -> None:
     weights_pairs.make(args.pairs)
     index = json.loads((args.pairs / weights_pairs.INDEX).read_text())
     warm_up("BF16")
-    rows = []
+    rows: list[dict[str, Any]] = []
+    sys.stdout.write(line((*HEADS, *(f"{rate} GB/s" for rate in RATES))))
     for pair in index["pairs"]:
         old, new = read(args.pairs / pair["old"]), read(args.pairs / pair["new"])
         rows.append({**pair, **measure(old, new, args.repeats)})
-    sys.stdout.write(table(rows) + "\n")
+        sys.stdout.write(line(cells_of(rows[-1])))
+        sys.stdout.flush()
     about = {
         "model": index["model"],
         "pairs": len(rows),
