@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headrace.cli import weights_store
+from headrace.cli import weights_choose, weights_store
 
 if TYPE_CHECKING:
     from headrace.sync.delta_file import Delta
@@ -202,6 +202,7 @@ weights.command("pull")(weights_store.pull)
 weights.command("log")(weights_store.log)
 weights.command("squash")(weights_store.squash)
 weights.command("gc")(weights_store.collect)
+weights.command("choose")(weights_choose.choose)
 
 
 def _threads(wanted: int) -> int:

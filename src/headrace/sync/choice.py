@@ -322,11 +322,16 @@ def _why(situation: Situation, first: Predicted, best: Predicted, rival: Predict
     threads = f"{best.threads} thread{'s' if best.threads > 1 else ''}"
     return (
         f"{gbit:.3g} Gbit/s{copies}: {first.bottleneck} dominates ({share:.0%} of the work); {best.mode} takes "
-        f"{_seconds(best.total_s)} on {threads}, {rival.mode} {_seconds(rival.total_s)} "
-        f"(transfer {_seconds(best.transfer_s)} against {_seconds(rival.transfer_s)}, "
-        f"encode {_seconds(best.encode_s)} against {_seconds(rival.encode_s)})"
+        f"{seconds_text(best.total_s)} on {threads}, {rival.mode} {seconds_text(rival.total_s)} "
+        f"(transfer {seconds_text(best.transfer_s)} against {seconds_text(rival.transfer_s)}, "
+        f"encode {seconds_text(best.encode_s)} against {seconds_text(rival.encode_s)})"
     )
 
 
-def _seconds(value_s: float) -> str:
+def seconds_text(value_s: float) -> str:
+    """Seconds or milliseconds, three digits.
+
+    >>> seconds_text(2.8), seconds_text(0.0281)
+    ('2.80 s', '28.1 ms')
+    """
     return f"{value_s:.2f} s" if value_s >= 1 else f"{value_s * 1e3:.3g} ms"

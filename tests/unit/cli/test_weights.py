@@ -449,6 +449,37 @@ def test_what_a_store_refuses(world: World) -> None:
     assert "holds shards" in world.refused("pull", "--store", store, "--follow", sharded, "--once")
 
 
+def test_choose_predicts_each_stage_for_a_link(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    args = ["choose", "--bandwidth", "1Gbit", "--replicas", 4, "--model-bytes", "16GB", "--density", 0.0164]
+    found = world.json(*args, "--threads", 4)
+    modes = {row["mode"]: row for row in found["modes"]}
+    # 16 GB at the measured ratios of 137.7 and 46.6, four times through 125 MB/s; 0.57 GB/s and core encode.
+    assert modes["ctx"]["transfer_s"] == pytest.approx(4 * 16e9 / 137.7 / 125e6, rel=0.01)
+    assert modes["xor"]["transfer_s"] == pytest.approx(4 * 16e9 / 46.6 / 125e6, rel=0.01)
+    assert modes["raw"]["transfer_s"] == 512.0
+    assert modes["dense"]["bottleneck"] == "transfer"
+    assert modes["ctx"]["encode_s"] == pytest.approx(16 / 0.57 / found["threads"])
+    assert found["situation"]["threads"] == 4
+    assert found["mode"] == min(modes, key=lambda name: modes[name]["total_s"])
+    assert found["allowed"] == [found["mode"], "dense"]
+    table = world.ok(*args)
+    *rows, why = table.splitlines()
+    assert len(rows) == 2 + len(modes)
+    assert max(map(len, rows)) <= 80
+    assert all(stage in rows[0] for stage in ("diff", "encode", "transfer", "decode", "apply", "total"))
+    assert rows[2].split()[:2] == ["ctx", "8"]
+    assert why.startswith("1 Gbit/s to 4 replicas: transfer dominates")
+    assert world.json("choose", "--bandwidth", "200Gbit", "--model-bytes", "16GB")["mode"] == "raw"
+
+
+def test_choose_refuses_what_it_cannot_read(world: World) -> None:
+    assert "'fast' is no number of bytes/s" in world.refused("choose", "--bandwidth", "fast", "--model-bytes", "16GB")
+    assert "'16Gbit' is no number of bytes;" in world.refused(
+        "choose", "--bandwidth", "1GB/s", "--model-bytes", "16Gbit"
+    )
+
+
 def test_words_for_people() -> None:
     assert [size(n) for n in (0, 999, 85_433, 999_600, 16e9, 1.5e12)] == [
         "0 B", "999 B", "85.4 kB", "1 MB", "16 GB", "1,500 GB",
