@@ -306,6 +306,11 @@ class SyncConfig(Section):
     """Updates between two checks of everything that the generator holds; what an update touches is always checked."""
     threads: Annotated[int, Field(ge=0)] = 0
     """CPU threads that encode; 0 = as many as the trainer has."""
+    choose: bool = False
+    """Deltas take the codec mode and the number of threads, at most `threads`, that should get the next version there
+    soonest, by what earlier ones took; otherwise the smallest mode and all threads. For a store behind a fast link. Off
+    by default: beside a local store it saves little encoding for far more bytes, and of the generator's side it knows
+    only constants."""
 
     @property
     def deltas(self) -> bool:

@@ -3,15 +3,19 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 from headrace.config.schema import SyncConfig
 from headrace.errors import SyncError
 from headrace.sync.catalog import read_catalog, read_head
+from headrace.sync.choice import Estimates
+from headrace.sync.codec import MODES
 from headrace.sync.manifest import StoreManifest
 from headrace.sync.receiver import Receiver
 from headrace.sync.replica import MemoryReplica, newest_layout
+from headrace.sync.report import SyncReport
 from headrace.sync.store import Store
 from headrace.trainer.publishing import Publishing
 
@@ -24,6 +28,23 @@ class Weights:
 
     def next(self) -> list[tuple[str, np.ndarray]]:
         self.values[::7] += 1e-3
+        return [("w", self.values.copy())]
+
+
+class HalfWeights(Weights):
+    """In bfloat16, as engines get them."""
+
+    share = 0.0164
+    next_bytes = b""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values = np.random.default_rng(0).standard_normal(100_000).astype(ml_dtypes.bfloat16)
+
+    def next(self) -> list[tuple[str, np.ndarray]]:
+        bits = self.values.view(np.uint16)
+        bits[:: round(1 / self.share)] ^= 1
+        self.next_bytes = self.values.tobytes()
         return [("w", self.values.copy())]
 
 
@@ -87,3 +108,57 @@ def test_an_own_store_has_a_folder_for_each_run(tmp_path: Path) -> None:
     manifest = publish(way, Weights(), tmp_path / "scratch", 0)
     assert manifest.store == str(tmp_path / "own" / RUN)
     assert not (tmp_path / "scratch").exists()
+
+
+def after(link_bytes_per_s: float) -> SyncReport:
+    """A delta of eight billion weights that went into a store over such a link."""
+    body = 120_000_000
+    return SyncReport(
+        version=1, digest="d", density=0.0164, full_bytes=16_400_000_000, bytes_by_mode={"ctx": body},
+        encode_s=30.0, put_s=body / link_bytes_per_s,
+    )  # fmt: skip
+
+
+def modes_of(report: SyncReport) -> list[str]:
+    return [mode for mode in MODES if report.bytes_by_mode.get(mode)]
+
+
+def test_the_next_delta_is_encoded_for_the_link_that_was_measured(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A slow link takes the smallest mode, a fast one the cheapest; the reason is told once a change."""
+    estimates, weights = Estimates(window=9), HalfWeights()
+    way = Publishing(SyncConfig(choose=True, limit_every=0), threads=4, estimates=estimates)
+    publish(way, weights, tmp_path, 0)
+    used = []
+    for version, link in enumerate((2e5, 2e5, 1e12), start=1):
+        for _ in range(20):  # more than the window holds: nothing else counts
+            estimates.published(after(link), threads=1)
+        used.append(modes_of(publish(way, weights, tmp_path, version).report))
+    assert used == [["ctx"], ["ctx"], ["raw"]]
+    assert [r.message.split(" from now on; ")[0] for r in caplog.records] == [
+        "deltas are published as ctx", "deltas are published as raw",
+    ]  # fmt: skip
+    assert "dominates" in caplog.text
+    store = Store(str(tmp_path))
+    layout = newest_layout(store)
+    assert layout is not None
+    replica = MemoryReplica.zeros(layout)
+    assert Receiver(store, replica, run_id=RUN).sync() is not None
+    assert replica.arrays()["w"].tobytes() == weights.next_bytes
+
+
+def test_without_asking_or_before_the_first_delta_nothing_is_chosen(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    told = Estimates()
+    for _ in range(5):
+        told.published(after(1e12), threads=1)
+    for name, config, estimates in (
+        ("off", SyncConfig(limit_every=0), told), ("first", SyncConfig(choose=True, limit_every=0), Estimates()),
+    ):  # fmt: skip
+        way, weights = Publishing(config, threads=1, estimates=estimates), HalfWeights()
+        publish(way, weights, tmp_path / name, 0)
+        assert modes_of(publish(way, weights, tmp_path / name, 1).report) == ["ctx"]
+    assert not caplog.records
+    assert estimates.density == pytest.approx(HalfWeights.share, rel=0.1)
