@@ -32,6 +32,16 @@ def test_every_version_by_deltas_is_the_full_load_bit_for_bit(
     assert sampled(core) != before
 
 
+def test_whatever_mode_is_chosen_the_same_is_served(folders: Any, tmp_path: Path) -> None:
+    trainer = Trainer(folders("tied"), "bfloat16", tmp_path, choose=True, threads=2)
+    core, loaded = (core_of(folders("tied"), "bfloat16") for _ in range(2))
+    for _ in range(5):
+        delta, full = trainer.publish()
+        land(core, delta)
+        land(loaded, full)
+        assert sampled(core) == sampled(loaded)
+
+
 def test_one_delta_over_several_versions_and_a_late_start_arrive_at_the_same(folders: Any, tmp_path: Path) -> None:
     trainer = Trainer(folders("tied"), "bfloat16", tmp_path, keyframe_every=2)
     core = core_of(folders("tied"), "bfloat16")
