@@ -1,11 +1,13 @@
 """Predicted against measured on this machine: calibrate on two short runs of the quickstart, predict other settings.
 
-    python benchmarks/planner_own_runs.py [--steps 10] [--out own_runs.json] [--page docs/planner-own-runs.md]
+    python benchmarks/planner_own_runs.py [--steps 8] [--keep DIR] [--out own_runs.json] [--page docs/...]
 
-Calibration runs: pipeline (one thread for each role) and sync (both take turns on all cores), with the longest cap of
-responses. Then each setting is predicted from those two (lengths too: what the calibration run sampled, cut at the
-setting's cap), and only then measured: `headrace train` on the real model with the native engine. The learning rate is
-tiny, so that the policy, and with it the lengths, stay what they were; groups without signal are kept.
+Calibration: pipeline (one thread for each role) and sync (both take turns on all cores), each with two batch sizes (one
+alone does not tell a batch's fixed cost from its cost per token). Then every other setting is predicted from those runs
+(lengths too: what a calibration run sampled, cut at the setting's cap) and measured: `headrace train` on the real model
+with the native engine. No prediction sees its own run. The learning rate is tiny, so that the policy, and with it the
+lengths, stay what they were; groups without signal are kept. --keep DIR keeps the run folders and uses those that are
+there already.
 
 Last line: one JSON object with mape_own_runs (mean absolute error of the mean step time, in percent). `--out` is what
 `benchmarks/planner_accuracy.py --own` reads.
@@ -17,6 +19,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -48,8 +51,13 @@ COMMON = [
 CAP_TOK = 48
 PIPELINE = ["flow.mode=pipeline", "flow.max_lag_steps=2", f"sampling.max_new_tok={CAP_TOK}"]
 SYNC = ["flow.mode=sync", "flow.max_lag_steps=0", f"sampling.max_new_tok={CAP_TOK}"]
+CALIBRATION: dict[str, list[str]] = {
+    "pipeline 8 x 8": PIPELINE,
+    "pipeline 4 x 8": [*PIPELINE, "flow.batch_groups=4"],
+    "sync 8 x 8": SYNC,
+    "sync 4 x 8": [*SYNC, "flow.batch_groups=4"],
+}
 SETTINGS: dict[str, list[str]] = {
-    "pipeline, batch 4 x 8": [*PIPELINE, "flow.batch_groups=4"],
     "pipeline, batch 16 x 8, lag 1": [*PIPELINE, "flow.batch_groups=16", "flow.max_lag_steps=1"],
     "pipeline, 8 x 16, cap 24": [*PIPELINE, "flow.group_size=16", "sampling.max_new_tok=24"],
     "pipeline, 32 at once": [*PIPELINE, "flow.max_running=32"],
@@ -75,16 +83,18 @@ class Compared:
         return self.predicted.step_s_mean / self.measured.step_s_mean - 1.0
 
 
-def train(changes: list[str], out: Path, *, steps: int) -> Path:
-    """One run of the quickstart with changes; its folder."""
-    before = set(out.glob("*")) if out.exists() else set()
+def train(name: str, changes: list[str], folder: Path, *, steps: int) -> Path:
+    """One run of the quickstart with changes, in a folder of its own unless it is there; its run folder."""
+    out = folder / re.sub(r"[^a-z0-9]+", "-", name)
+    if found := sorted(out.glob("*/run.json")):
+        return found[0].parent
     sets = [part for change in [*COMMON, *changes, f"steps={steps}"] for part in ("--set", change)]
     command = [sys.executable, "-m", "headrace", "train", str(RECIPE), "--out", str(out), "--no-live", *sets]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
-    (folder,) = set(out.glob("*")) - before
-    return folder
+    (run,) = out.glob("*")
+    return run
 
 
 def predicted(
@@ -106,22 +116,23 @@ def predicted(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=10, help="optimizer steps of each run")
+    parser.add_argument("--steps", type=int, default=8, help="optimizer steps of each run")
+    parser.add_argument("--keep", type=Path, help="folder of run folders to keep and to use again")
     parser.add_argument("--only", nargs="*", default=list(SETTINGS), help="names of settings")
     parser.add_argument("--out", type=Path, help="JSON for planner_accuracy.py --own")
     parser.add_argument("--page", type=Path, help="write the table as Markdown")
     args = parser.parse_args()
     cores = len(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory(prefix="headrace-own-") as temp:
-        folder = Path(temp)
-        runs = [measure_run(train(changes, folder / "calibration", steps=args.steps)) for changes in (PIPELINE, SYNC)]
+        folder = args.keep or Path(temp)
+        runs = [measure_run(train(name, changes, folder, steps=args.steps)) for name, changes in CALIBRATION.items()]
         constants = calibrate_runs(
             runs, model="smollm2-135m-instruct", chip="cpu", name="own", base=builtin(), today=date.today()
         )
         compared = []
         for name in args.only:
             metrics, run = predicted(SETTINGS[name], runs[0], constants, cores, args.steps)
-            measured = metrics_of_run(train(SETTINGS[name], folder / "measured", steps=args.steps), warm_up=WARM_UP)
+            measured = metrics_of_run(train(name, SETTINGS[name], folder, steps=args.steps), warm_up=WARM_UP)
             compared.append(Compared(name, metrics, measured, run))
             print(row(compared[-1]), flush=True)  # noqa: T201
         errors = [abs(c.error_frac) for c in compared]
@@ -163,8 +174,8 @@ def page(compared: list[Compared], mape: float, steps: int) -> str:
         "# Predicted against measured, on our own runs\n\n"
         f"Written by `python benchmarks/planner_own_runs.py --page ...` on {date.today().isoformat()}: "
         f"{platform.machine()}, {len(os.sched_getaffinity(0))} CPU cores, SmolLM2-135M, native engine, {steps} steps a "
-        "run. Calibrated on two runs of the quickstart (pipeline and sync, 8 groups of 8, cap 48); every setting below "
-        "was predicted before it was measured, and the calibration never saw it.\n\n"
+        "run. Calibrated on four short runs of the quickstart (pipeline and sync, batches of 8 x 8 and 4 x 8, cap 48); "
+        "no prediction below has seen its own run.\n\n"
         "| setting | step s, predicted | measured | error | trainer waits, predicted | measured | mean lag, predicted "
         "| measured |\n|---|---|---|---|---|---|---|---|\n"
     )

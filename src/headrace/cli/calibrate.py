@@ -68,7 +68,7 @@ def _from_runs(runs: list[Path], constants: Constants, name: str, chip: str) -> 
     from headrace.errors import ConfigError
     from headrace.loop.resume import recipe_of
     from headrace.planner.calibrate import calibrate_runs
-    from headrace.planner.measure import fit_decode, fit_line, measure_run
+    from headrace.planner.measure import fit_batches, fit_decode, measure_run
 
     models = {recipe_of(run).model.name for run in runs}
     if len(models) > 1:
@@ -76,7 +76,7 @@ def _from_runs(runs: list[Path], constants: Constants, name: str, chip: str) -> 
     measured = [measure_run(run) for run in runs]
     table = Table("run", "threads", "decode law", "error", "training law", "error", "publish", "transfer", "pause")
     for run in measured:
-        decode, batch = fit_decode(run.decode_points), fit_line(run.batch_points)
+        decode, batch = fit_decode(run.decode_points), fit_batches(run.batch_points, run.optim_s)
         base_s, request_s, token_s = decode.coefficients
         fixed_s, tok_s = batch.coefficients
         table.add_row(

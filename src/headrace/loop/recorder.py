@@ -144,6 +144,7 @@ class Recorder:
             wait_data_s=last.seconds["wait_data"],
             wait_bound_s=last.seconds["wait_bound"],
             train_s=sum(r.busy_s for r in reports) + sum(o.busy_s for o in optims),
+            optim_s=sum(o.busy_s for o in optims),
             publish_s=handoff.publish_s,
             land_s=handoff.land_s,
             pause_s=handoff.report.pause_s if handoff.report else 0.0,

@@ -8,7 +8,7 @@ from datetime import date
 from headrace.errors import PlanError
 from headrace.planner.constants import Constants, MeasuredLaw
 from headrace.planner.facts import Fact
-from headrace.planner.measure import RunMeasurement, fit_decode, fit_line
+from headrace.planner.measure import RunMeasurement, fit_batches, fit_decode
 
 
 def calibrate_runs(
@@ -44,7 +44,8 @@ def _law(runs: Sequence[RunMeasurement], model: str, chip: str, today: date) -> 
 
     base_s, per_request_s, per_context_tok_s = fit_decode([p for r in runs for p in r.decode_points]).coefficients
     prefills = [p for r in runs for p in r.prefill_points]
-    fixed_s, s_per_tok = fit_line([p for r in runs for p in r.batch_points]).coefficients
+    points = [p for r in runs for p in r.batch_points]
+    fixed_s, s_per_tok = fit_batches(points, mean(r.optim_s for r in runs)).coefficients
     return MeasuredLaw(
         model=model,
         chip=chip,

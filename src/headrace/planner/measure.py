@@ -23,6 +23,8 @@ from headrace.telemetry.records import ProfileRecord, RunSummary, StepRecord
 
 WARM_UP_STEPS = 2
 """Steps of a run that are left out: pipeline fill and compilation."""
+DISTINCT = 1.3
+"""Largest batch over smallest from which a fixed cost can be fitted."""
 MIN_STEPS = 3
 """A law needs at least so many steps after the warm-up."""
 
@@ -40,6 +42,8 @@ class RunMeasurement:
     """(prompt tokens, seconds)."""
     batch_points: tuple[tuple[int, float], ...]
     """(prompt and response tokens of a batch, seconds of training)."""
+    optim_s: float
+    """Median seconds of the optimizer's part of a batch; 0 where it was not measured."""
     publish_s: float
     transfer_s: float
     """From published to swapped, the pause left out."""
@@ -91,6 +95,7 @@ def measure_run(folder: Path) -> RunMeasurement:
         decode_points=profile.decode,
         prefill_points=profile.prefill,
         batch_points=tuple((step.batch_tok, step.train_s) for step in steps),
+        optim_s=median(step.optim_s for step in steps),
         publish_s=median(step.publish_s for step in steps),
         transfer_s=max(0.0, median(step.land_s - step.pause_s for step in steps)),
         pause_s=median(step.pause_s for step in steps),
@@ -134,6 +139,17 @@ def fit_line(points: Sequence[tuple[int, float]]) -> Fit:
     law = np.array(_fit(columns, seconds, np.ones(len(points))).coefficients)
     kept = np.argsort(np.abs(columns @ law / seconds - 1.0), kind="stable")[: max(2, int(0.9 * len(points)))]
     return _fit(columns[kept], seconds[kept], np.ones(len(kept)))
+
+
+def fit_batches(points: Sequence[tuple[int, float]], optim_s: float = 0.0) -> Fit:
+    """(fixed_s, s_per_tok) of training. Batches of about one size do not tell the two apart: there the optimizer's own
+    seconds are the fixed part, and the rest is per token."""
+    sizes = [tok for tok, _ in points]
+    if max(sizes) >= DISTINCT * min(sizes):
+        return fit_line(points)
+    slope = max(0.0, median((seconds - optim_s) / tok for tok, seconds in points))
+    errors = [abs((optim_s + slope * tok) / seconds - 1.0) for tok, seconds in points]
+    return Fit(coefficients=(optim_s, slope), error_frac=sum(errors) / len(errors))
 
 
 def _fit(columns: NDArray[np.float64], seconds: NDArray[np.float64], weights: NDArray[np.float64]) -> Fit:

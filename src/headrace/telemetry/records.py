@@ -53,6 +53,8 @@ class StepRecord:
     """Trainer held although enough groups were complete: an older one was still running."""
     train_s: float
     """Forward, backward and optimizer."""
+    optim_s: float = 0.0
+    """The optimizer's part of it, which does not depend on the batch."""
     publish_s: float
     land_s: float
     """From published to served by every replica."""

@@ -13,7 +13,7 @@ from headrace.flow.events import MemberEnded
 from headrace.flow.stimulus import Setup, write_setup, write_stimulus
 from headrace.planner.calibrate import calibrate_runs
 from headrace.planner.constants import Constants, builtin
-from headrace.planner.measure import RunMeasurement, fit_decode, fit_line, group_lengths, measure_run
+from headrace.planner.measure import RunMeasurement, fit_batches, fit_decode, fit_line, group_lengths, measure_run
 from headrace.planner.measured import metrics_of_run
 from headrace.records import Outcome
 from headrace.telemetry.log import RunLog
@@ -109,6 +109,13 @@ def test_one_bad_batch_does_not_bend_the_line() -> None:
     points = [(tok, 1.0 + 0.01 * tok) for tok in range(100, 1100, 50)]
     spoiled = [*points[:-1], (points[-1][0], 50.0)]
     assert fit_line(spoiled).coefficients == pytest.approx((1.0, 0.01), rel=1e-6)
+
+
+def test_batches_of_one_size_take_the_optimizers_time_as_fixed() -> None:
+    points = [(1000 + tok, 0.7 + 0.002 * (1000 + tok)) for tok in range(0, 200, 20)]
+    assert fit_batches(points, optim_s=0.7).coefficients == pytest.approx((0.7, 0.002), rel=1e-6)
+    both = [*points, *((2 * tok, 0.7 + 0.002 * 2 * tok) for tok, _ in points)]
+    assert fit_batches(both, optim_s=0.1).coefficients == pytest.approx((0.7, 0.002), rel=1e-6)
 
 
 def test_laws_are_never_negative() -> None:
