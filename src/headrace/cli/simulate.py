@@ -40,20 +40,26 @@ def simulate(
 ) -> None:
     """Simulate one setting: what is not given is chosen as `headrace plan` would.
 
+    With --recipe and --gpu cpu (its default) that is the recipe's own setting: what `headrace train` will do.
+
     Examples:
 
       headrace simulate spec.toml --mode pipeline --gen-gpus 48 --gen-tp 4 --trace trace.json
 
       headrace simulate --model qwen3-8b --gpu h100 --num-gpus 16 --mode sync
+
+      headrace simulate --recipe recipes/quickstart.toml --num-gpus 2
     """
     import dataclasses
     import json
 
     from headrace.cli.calibrate import calibrations_dir
     from headrace.cli.console import err, out
+    from headrace.config.load import load_recipe
     from headrace.errors import ConfigError, boundary
     from headrace.planner.calibrations import choose
     from headrace.planner.evaluate import evaluate_setting
+    from headrace.planner.recipe import CPU, setting_of_recipe
     from headrace.planner.search import search
     from headrace.planner.sim_trace import Trace
 
@@ -63,7 +69,10 @@ def simulate(
     wanted = flags.read_spec(spec, recipe, given, [*narrowed, *(changes or [])])
     constants = choose(wanted, calibrations_dir())
     with err().status("simulating"):
-        setting = search(wanted, constants=constants).best.setting
+        if recipe is not None and wanted.cluster.gpu == CPU and not narrowed:
+            setting = setting_of_recipe(load_recipe(recipe), wanted.cluster.num_gpus)
+        else:
+            setting = search(wanted, constants=constants).best.setting
         if max_running is not None:
             setting = dataclasses.replace(setting, max_running=max(max_running, wanted.group_size))
         lanes = Trace() if trace is not None else None
