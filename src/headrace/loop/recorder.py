@@ -137,8 +137,9 @@ class Recorder:
             lag_max=lag_max,
             masked_stale_tok=batch.masked_stale_tok,
             trained_tok=batch.trained_tok,
-            batch_tok=sum(len(s.ids_T) for s in batch.samples),
+            batch_tok=_computed_tok(batch, share_prompts=self._config.trainer.share_prompts),
             batch_tok2=sum(len(s.ids_T) ** 2 for s in batch.samples),
+            prompt_tok_mean=sum(s.prompt_tok for s in batch.samples) / len(batch.samples),
             generated_tok=generated_tok,
             zero_signal_frac=last.zero_signal_groups / max(1, last.scored_groups),
             wait_data_s=last.seconds["wait_data"],
@@ -235,6 +236,12 @@ class Recorder:
         for log in (self._timeline, self._stimulus, self._log):
             with suppress(OSError):
                 log.close()
+
+
+def _computed_tok(batch: Batch, *, share_prompts: bool) -> int:
+    """Tokens of a batch that the trainer computes: a group's common prompt once where it is shared."""
+    once = sum(max(0, len(g.samples) - 1) * g.samples[0].prompt_tok for g in batch.groups if g.samples)
+    return sum(len(s.ids_T) for s in batch.samples) - (once if share_prompts else 0)
 
 
 def _profile(config: RunConfig, stats: EngineStats) -> ProfileRecord:

@@ -251,9 +251,15 @@ class CostBook:
 
     def batch_s(self, trainer: TrainerCost, update_split: int = 1) -> float:
         """Seconds of a mean batch; each of its optimizer steps pays the fixed part."""
-        samples = self.spec.batch_samples
-        work, steps = self.workload, update_split - 1
-        return trainer.batch_s(samples * work.sample_tok, samples * work.square_tok2) + steps * trainer.fixed_s
+        tok2 = self.spec.batch_samples * self.workload.square_tok2
+        return trainer.batch_s(self.batch_tok, tok2) + (update_split - 1) * trainer.fixed_s
+
+    @property
+    def batch_tok(self) -> float:
+        """Tokens of a mean batch that the trainer computes."""
+        spec, work = self.spec, self.workload
+        once = (spec.batch_samples - spec.batch_groups) * work.prompt_tok if spec.share_prompts else 0.0
+        return spec.batch_samples * work.sample_tok - once
 
     def _trainer(self, train_gpus: int, tp: int, pp: int, ep: int) -> TrainerCost:
         """Training a mean batch, packed into sequences as long as the longest sample."""
@@ -269,7 +275,7 @@ class CostBook:
             lora=spec.lora,
             logprob_passes=spec.logprob_passes,
             seq_tok=self.longest_tok,
-            batch_tok=spec.batch_samples * self.workload.sample_tok,
+            batch_tok=self.batch_tok,
             constants=self.constants,
         )
 
@@ -337,4 +343,5 @@ def parts(book: CostBook, setting: Setting) -> Parts:
         hand_off_policy=setting.hand_off,
         keep_kv=spec.episode.keep_kv,
         sandboxes=spec.episode.sandboxes,
+        share_prompts=spec.share_prompts,
     )

@@ -41,7 +41,7 @@ class RunMeasurement:
     prefill_points: tuple[tuple[int, float], ...]
     """(prompt tokens, seconds)."""
     batch_points: tuple[tuple[int, float], ...]
-    """(prompt and response tokens of a batch, seconds of training)."""
+    """(tokens of a batch that the trainer computed, seconds of training)."""
     optim_s: float
     """Median seconds of the optimizer's part of a batch; 0 where it was not measured."""
     publish_s: float
@@ -85,8 +85,6 @@ def measure_run(folder: Path) -> RunMeasurement:
         raise DataError(f"{folder}: its engine did not measure its steps, or its log names no batch tokens")
     lengths = group_lengths(folder)
     sigma, within = _spread(lengths)
-    trained = sum(step.trained_tok for step in steps)
-    samples = sum(step.trained_tok / max(1.0, step.response_tok_mean) for step in steps)
     filtered, ended = summary.groups.get("filtered_zero_signal", 0), sum(summary.groups.values())
     return RunMeasurement(
         run=str(folder),
@@ -99,7 +97,7 @@ def measure_run(folder: Path) -> RunMeasurement:
         publish_s=median(step.publish_s for step in steps),
         transfer_s=max(0.0, median(step.land_s - step.pause_s for step in steps)),
         pause_s=median(step.pause_s for step in steps),
-        prompt_tok=(sum(step.batch_tok for step in steps) - trained) / max(1.0, samples),
+        prompt_tok=sum(step.prompt_tok_mean for step in steps) / len(steps),
         response_tok=float(np.mean([n for group in lengths for n in group])),
         response_max_tok=max(n for group in lengths for n in group),
         sigma=sigma,

@@ -39,6 +39,7 @@ def spec_of_recipe(
         group_size=flow.group_size,
         prompt_tok=prompt_tok or max(1, (context_tok - cap_tok) // 2),
         logprob_passes=int(recipe.loss.needs_proximal) + int(recipe.loss.kl_coef > 0),
+        share_prompts=recipe.trainer.share_prompts,
         seed=recipe.seed,
         response=ResponseConfig(mean_tok=min(cap_tok, mean_tok or max(1.0, MEAN_FRAC * cap_tok)), cap_tok=cap_tok),
         cluster=cluster or ClusterConfig(gpu=CPU, num_gpus=2, max_seqs=recipe.engine.max_batch),

@@ -55,6 +55,8 @@ class Parts:
     """After a swap under running requests their KV entries are computed again."""
     sandboxes: int = 0
     """At once; 0 = as many as rollouts."""
+    share_prompts: bool = False
+    """The trainer computes the prompt that a group shares once."""
 
 
 class Timeline(VirtualClock):

@@ -274,7 +274,10 @@ class Simulation:
         for group in groups:
             group.rollouts.clear()
         switch_s = self.pool.trainer_takes()
-        train_s = parts.trainer.batch_s(sum([g.tok for g in groups]), sum([g.tok2 for g in groups]))
+        tok = sum([g.tok for g in groups])
+        if parts.share_prompts:
+            tok -= sum([(len(g.versions) - 1) * g.prompt_tok for g in groups])
+        train_s = parts.trainer.batch_s(tok, sum([g.tok2 for g in groups]))
         train_s += (parts.updates - 1) * parts.trainer.fixed_s
         self._hand_off_s = switch_s + parts.hand_off.publish_s
         self._batch_samples = sum([len(g.versions) for g in groups])

@@ -181,6 +181,8 @@ class PlanSpec(Section):
     """Share of groups with equal rewards, which are replaced (SemiAnalysis saw 0.55). 1 = an error."""
     logprob_passes: Annotated[int, Field(ge=0, le=3)] = 0
     """Forward passes of the trainer besides the update (old log-probs, reference)."""
+    share_prompts: bool = False
+    """The trainer computes the prompt that a group shares once. Headrace's does, most others do not."""
     spec_accept_tok: Annotated[float, Field(ge=1.0)] = 1.0
     """Speculative decoding: accepted tokens per step; 1 = off."""
     spec_draft_frac: Annotated[float, Field(ge=0.0)] = 0.15

@@ -42,9 +42,11 @@ class StepRecord:
     generated_tok: int
     """Sampled since the previous step record."""
     batch_tok: int = 0
-    """Prompt and response tokens of the batch's samples."""
+    """Tokens that the trainer computed: responses, and prompts (once for each group where they are shared)."""
     batch_tok2: int = 0
     """Sum of the squares of the samples' lengths (attention's share of the work)."""
+    prompt_tok_mean: float = 0.0
+    """Over the batch's samples."""
     zero_signal_frac: float
     """Share of groups completed since the previous step that had equal rewards."""
     wait_data_s: float

@@ -27,7 +27,8 @@ def step(version: int, *, time_s: float, batch_tok: int, compiled_s: float = 0.0
     return StepRecord(
         time_s=time_s, version=version, steps=12, reward_mean=0.5, pass_frac=0.5, response_tok_mean=20.0,
         response_tok_max=32, lag_mean=1.0, lag_max=2, masked_stale_tok=0, trained_tok=320, generated_tok=330,
-        batch_tok=batch_tok, batch_tok2=batch_tok**2 // 16, zero_signal_frac=0.0, wait_data_s=0.3, wait_bound_s=0.1,
+        batch_tok=batch_tok, batch_tok2=batch_tok**2 // 16, prompt_tok_mean=30.0,
+        zero_signal_frac=0.0, wait_data_s=0.3, wait_bound_s=0.1,
         train_s=FIXED_S + TRAIN_TOK_S * batch_tok + compiled_s, publish_s=0.1, land_s=0.25, pause_s=0.05,
         queue_groups=0, running_rollouts=8, production_per_s=1.0, consumption_per_s=1.0, verdict="balanced",
         eta_s=0.0, loss=0.0, grad_norm=1.0, lr=1e-5,
@@ -90,7 +91,7 @@ def test_a_run_gives_back_the_laws_it_was_made_with(tmp_path: Path) -> None:
     assert fit_line(measured.batch_points).coefficients == pytest.approx((FIXED_S, TRAIN_TOK_S), rel=1e-6)
     assert (measured.publish_s, measured.transfer_s, measured.pause_s) == pytest.approx((0.1, 0.2, 0.05))
     assert measured.zero_signal_frac == pytest.approx(16 / 64)
-    assert measured.prompt_tok == pytest.approx((sum(t for t, _ in measured.batch_points) - 10 * 320) / (10 * 16))
+    assert measured.prompt_tok == pytest.approx(30.0)
 
 
 def test_lengths_are_those_of_scored_rollouts_by_group(tmp_path: Path) -> None:

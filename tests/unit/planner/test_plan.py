@@ -228,7 +228,7 @@ def test_json_has_what_a_machine_needs(planned: Plan) -> None:
 
 
 def test_a_hunt_for_signal_that_a_run_would_give_up_is_no_plan() -> None:
-    with pytest.raises(PlanError, match="zero-signal|equal rewards"):
+    with pytest.raises(PlanError, match=r"zero-signal|equal rewards"):
         plan(spec(zero_signal_frac=0.97))
 
 
