@@ -135,12 +135,14 @@ def pull(
 
 @contextlib.contextmanager
 def _terminated_like_interrupted() -> Iterator[None]:
-    """SIGTERM, which is how services are stopped, ends a follower as Ctrl-C does."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    """SIGTERM, which is how services are stopped, ends a follower as Ctrl-C does; and so does SIGINT where a shell that
+    started it in the background had it ignored."""
+    before = {each: signal.signal(each, signal.default_int_handler) for each in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 def log(
