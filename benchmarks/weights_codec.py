@@ -40,7 +40,7 @@ from numpy.typing import NDArray
 
 import weights_pairs
 from headrace.sync.codec import Chunk, apply_chunk, encode_tensors, stats, undo, warm_up
-from headrace.sync.replica import read_layout
+from headrace.sync.layout import read_layout
 from weights_world import DEFAULT_PAIRS, LR
 
 Bits = NDArray[Any]

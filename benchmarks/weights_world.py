@@ -16,9 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.sync.backends import Backend, FileBackend, Stored
+from headrace.sync.layout import read_layout
 from headrace.sync.publisher import DeltaPublisher
 from headrace.sync.receiver import Receiver
-from headrace.sync.replica import MemoryReplica, read_layout
+from headrace.sync.replica import MemoryReplica
 from headrace.sync.store import Store
 
 DEFAULT_PAIRS = Path.home() / ".cache" / "headrace" / "weight-pairs"

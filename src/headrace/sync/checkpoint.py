@@ -21,7 +21,8 @@ from headrace.errors import DataError, SyncError, boundary
 from headrace.sync.bits import Bits
 from headrace.sync.codec import CHUNK_ELEMS
 from headrace.sync.journal import Journal
-from headrace.sync.replica import JOURNAL, VERSION, WEIGHTS, read_layout
+from headrace.sync.layout import read_layout
+from headrace.sync.replica import JOURNAL, VERSION, WEIGHTS
 from headrace.sync.version import Table, TensorSpec, item_bytes, state_hash
 
 INDEX = "model.safetensors.index.json"

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -28,6 +27,7 @@ from headrace.errors import DataError, DeadlineError, SyncError
 from headrace.sync.catalog import Catalog, Edge, Head, read_catalog, read_head
 from headrace.sync.checkpoint import INDEX, Checkpoint, carried, open_checkpoint
 from headrace.sync.delta_apply import alone
+from headrace.sync.layout import ARRAY_DTYPES, array_of
 from headrace.sync.publisher import DeltaPublisher
 from headrace.sync.receiver import Receiver
 from headrace.sync.replica import VERSION, WEIGHTS, MemoryReplica, newest_layout, pull
@@ -37,14 +37,6 @@ from headrace.sync.version import Table
 
 RUN_ID = "weights"
 """Run of a store that was begun without another name."""
-_ARRAY_DTYPES: Mapping[str, np.dtype[Any]] = {
-    "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16), "F32": np.dtype(np.float32),
-    "F64": np.dtype(np.float64), "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
-    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2), "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
-    "U8": np.dtype(np.uint8), "I8": np.dtype(np.int8), "BOOL": np.dtype(np.bool_), "U16": np.dtype(np.uint16),
-    "I16": np.dtype(np.int16), "U32": np.dtype(np.uint32), "I32": np.dtype(np.int32), "U64": np.dtype(np.uint64),
-    "I64": np.dtype(np.int64),
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,18 +206,16 @@ def _rebuilt(store: Store, head: Head) -> tuple[MemoryReplica, Table]:
 def _served(replica: MemoryReplica, table: Table) -> dict[str, NDArray[Any]]:
     """Rebuilt bits as arrays of their dtypes, tied ones under all of their names."""
     bits = replica.arrays()
-    arrays = {n: bits[n].view(_ARRAY_DTYPES[s.dtype]).reshape(s.shape) for n, s in table.specs.items()}
+    arrays = {n: array_of(s, bits[n]) for n, s in table.specs.items()}
     return {**arrays, **{alias: arrays[owner] for alias, owner in table.aliases.items()}}
 
 
 def _arrays(checkpoint: Checkpoint, ties: Mapping[str, str]) -> dict[str, NDArray[Any]]:
     arrays = {}
     for name, spec in checkpoint.specs.items():
-        if spec.dtype not in _ARRAY_DTYPES:
-            raise DataError(
-                f"{checkpoint.path}: tensor {name!r} is {spec.dtype}; {', '.join(_ARRAY_DTYPES)} can travel"
-            )
-        arrays[name] = checkpoint.bits[name].view(_ARRAY_DTYPES[spec.dtype]).reshape(spec.shape)
+        if spec.dtype not in ARRAY_DTYPES:
+            raise DataError(f"{checkpoint.path}: tensor {name!r} is {spec.dtype}; {', '.join(ARRAY_DTYPES)} can travel")
+        arrays[name] = array_of(spec, checkpoint.bits[name])
     return {name: arrays[ties.get(name, name)] for name in arrays}
 
 

@@ -7,25 +7,27 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from headrace.errors import SyncError, boundary
 from headrace.sync.manifest import FullManifest, TensorInfo, chain_digest
+from headrace.sync.version import dtype_name, state_hash
 
-_DTYPES = {"bfloat16": "BF16", "float32": "F32", "float16": "F16"}
+_SERVED = ("BF16", "F16", "F32")
+"""Dtypes of full snapshots."""
 
 
 def tensor_info(name: str, array: NDArray[np.generic]) -> TensorInfo:
     """Identity of one tensor: dtype, shape and xxh3-128 of its raw bytes."""
-    dtype = _DTYPES.get(array.dtype.name)
-    if dtype is None:
-        raise SyncError(f"tensor {name!r} has dtype {array.dtype.name}; a version holds {', '.join(_DTYPES)} only")
+    dtype = dtype_name(name, array)
+    if dtype not in _SERVED:
+        raise SyncError(
+            f"tensor {name!r} has dtype {array.dtype.name}; a full snapshot holds {', '.join(_SERVED)} only"
+        )
     if not array.flags.c_contiguous:
         raise SyncError(f"tensor {name!r} is not contiguous; its bytes would not be its values")
-    digest = xxhash.xxh3_128_hexdigest(array.reshape(-1).view(np.uint8).data)
-    return TensorInfo(name=name, dtype=dtype, shape=tuple(array.shape), digest=digest)
+    return TensorInfo(name=name, dtype=dtype, shape=tuple(array.shape), digest=state_hash(array))
 
 
 def write_version(

@@ -20,6 +20,7 @@ from headrace.sync.backends import sync_folder
 from headrace.sync.bits import LAYOUTS, Bits
 from headrace.sync.catalog import read_catalog, read_head
 from headrace.sync.journal import Journal
+from headrace.sync.layout import LENGTH_BYTES, read_layout
 from headrace.sync.lease import Leases
 from headrace.sync.packs import read_manifest
 from headrace.sync.receiver import Receiver
@@ -27,7 +28,6 @@ from headrace.sync.report import SyncReport
 from headrace.sync.store import Store
 from headrace.sync.version import BaseManifest, Table, TensorSpec, item_bytes
 
-_LENGTH_BYTES = 8
 _ALIGN_BYTES = 64
 WEIGHTS, VERSION, JOURNAL = "model.safetensors", "version.json", "undo.journal"
 
@@ -126,22 +126,6 @@ def newest_layout(store: Store) -> Table | None:
     raise last or SyncError(f"{store.url}: the run has no keyframe")
 
 
-def read_layout(data: NDArray[np.uint8], where: str) -> dict[str, tuple[TensorSpec, Bits]]:
-    """Tensors of a safetensors file as specs and flat bits, views of `data`. Raises SyncError on anything odd."""
-    with boundary(SyncError, f"{where} is no valid safetensors file"):
-        start = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES].tobytes(), "little")
-        header = json.loads(data[_LENGTH_BYTES:start].tobytes())
-        header.pop("__metadata__", None)
-        found = {}
-        for name, about in header.items():
-            spec = TensorSpec(name=name, dtype=about["dtype"], shape=tuple(about["shape"]))
-            begin, end = about["data_offsets"]
-            if end - begin != spec.elems * item_bytes(spec.dtype) or start + end > data.size or begin < 0:
-                raise ValueError(f"tensor {name!r} lies at bytes {begin} to {end}")
-            found[name] = (spec, data[start + begin : start + end].view(LAYOUTS[spec.dtype].unsigned))
-        return found
-
-
 def _header(table: Table) -> tuple[bytes, int]:
     """Header of a safetensors file for a version, and the size of what follows; widest elements first, so aligned."""
     at = 0
@@ -151,8 +135,8 @@ def _header(table: Table) -> tuple[bytes, int]:
         about[name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [at, at + size]}
         at += size
     text = json.dumps(about, separators=(",", ":")).encode()
-    text += b" " * (-(_LENGTH_BYTES + len(text)) % _ALIGN_BYTES)
-    return len(text).to_bytes(_LENGTH_BYTES, "little") + text, at
+    text += b" " * (-(LENGTH_BYTES + len(text)) % _ALIGN_BYTES)
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text, at
 
 
 def _files(table: Table) -> dict[str, TensorSpec]:
@@ -168,7 +152,7 @@ def _write(folder: Path, target: MemoryReplica, table: Table) -> None:
     arrays = target.arrays()
     with temp.open("wb") as file:
         file.write(header)
-        for name in json.loads(header[_LENGTH_BYTES:]):
+        for name in json.loads(header[LENGTH_BYTES:]):
             if name != "__metadata__":
                 file.write(arrays[table.owner(name)].reshape(-1).view(np.uint8).data)
         file.flush()

@@ -17,6 +17,7 @@ from headrace.sync.manifest import Manifest, StoreManifest
 from headrace.sync.publish import write_version
 from headrace.sync.publisher import DeltaPublisher
 from headrace.sync.store import Store
+from headrace.sync.version import dtype_name
 
 _GRACE_S = 60.0
 """Objects that nothing names stay as long: a receiver may be reading them."""
@@ -58,7 +59,7 @@ class Publishing:
         tensors = dict(arrays)
         if self._publisher is None or self._store is None:
             store = self._store = Store(self._url(folder, run_id), durable=False)
-            for dtype in {_dtype(array) for array in tensors.values()}:
+            for dtype in {dtype_name(name, array) for name, array in tensors.items()}:
                 warm_up(dtype)
             every = self._config.keyframe_every
             publisher = DeltaPublisher(
@@ -113,7 +114,3 @@ class Publishing:
         """A store of the user's holds a folder for each run."""
         own = self._config.store
         return f"{own.rstrip('/')}/{run_id}" if own else str(Path(folder).resolve())
-
-
-def _dtype(array: NDArray[np.generic]) -> str:
-    return {"bfloat16": "BF16", "float16": "F16"}.get(array.dtype.name, "F32")

@@ -20,7 +20,7 @@ from headrace.sync.checkpoint import INDEX, open_checkpoint
 from headrace.sync.delta_apply import alone, apply_in_place
 from headrace.sync.delta_file import read_delta
 from headrace.sync.delta_summary import layer_of
-from headrace.sync.replica import read_layout
+from headrace.sync.layout import read_layout
 
 Masters = dict[str, NDArray[np.float32]]
 
