@@ -6,7 +6,7 @@
              untuned: constants from serving rows only, MFU 40 %, no overhead. built_in: the constants that ship,
              which are fitted to these very rows. left_out: six constants fitted to all other rows. Held out as well:
              all rows of the same configuration (releases repeat them), and all rows of the same model.
-    decode   seconds per output token of measured serving rows (shared/data, or HEADRACE_SERVING_DATA). untuned: the
+    decode   seconds per output token of measured serving rows (--serving, or HEADRACE_SERVING_DATA). untuned: the
              seeds. fitted: five constants per chip, engine and number format, from half of the configurations; the
              error is that of the other half. null without the table.
     own      step seconds of our own runs. FILE is JSON: {"runs": [{"name", "spec": {...}, "setting": {...},

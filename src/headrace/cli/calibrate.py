@@ -25,7 +25,12 @@ def calibrate(
     ] = None,
     serving: Annotated[
         Path | None,
-        typer.Option("--serving", help="CSV of measured serving rows (docs/planner.md).", show_default=False),
+        typer.Option(
+            "--serving",
+            envvar="HEADRACE_SERVING_DATA",
+            help="CSV of measured serving rows (docs/planner.md).",
+            show_default=False,
+        ),
     ] = None,
     name: Annotated[str, typer.Option("--name", help="Name of the calibration.")] = "mine",
     chip: Annotated[str, typer.Option("--gpu", help="Chip that the runs used; cpu = cores.")] = "cpu",

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headrace.cli import plan_spec as flags
 from headrace.cli.default_group import DefaultGroup
+from headrace.cli.plan_spec import Source, takes_spec
 
 if TYPE_CHECKING:
     from headrace.config.schema import RunConfig
     from headrace.planner.plan import Plan
-    from headrace.planner.spec import PlanSpec
 
 plan = typer.Typer(
     cls=DefaultGroup,
@@ -26,23 +25,9 @@ AS_JSON = Annotated[bool, typer.Option("--json", help="Print JSON instead of tab
 
 
 @plan.command("make")
+@takes_spec
 def make(
-    spec: flags.SPEC = None,
-    recipe: flags.RECIPE = None,
-    model: flags.MODEL = None,
-    gpu: flags.GPU = None,
-    num_gpus: flags.NUM_GPUS = None,
-    batch_groups: flags.BATCH = None,
-    group_size: flags.GROUP = None,
-    prompt_tok: flags.PROMPT = None,
-    response_tok: flags.RESPONSE = None,
-    response_cap: flags.CAP = None,
-    max_lag_steps: flags.LAG = None,
-    steps: flags.STEPS = None,
-    price: flags.PRICE = None,
-    objective: flags.OBJECTIVE = None,
-    calibration: flags.CALIBRATION = None,
-    changes: flags.CHANGES = None,
+    source: Source,
     top: Annotated[int, typer.Option("--top", help="Plans to show.", min=1)] = 8,
     as_json: AS_JSON = False,
     html: Annotated[
@@ -68,7 +53,7 @@ def make(
     """
     from headrace.cli.console import out
 
-    found, base = _planned(spec, recipe, _given(locals()), changes)
+    found = _planned(source)
     if as_json:
         typer.echo(found.to_json())
     else:
@@ -78,36 +63,19 @@ def make(
     if html is not None:
         _write_html(found, html)
     if emit is not None:
-        _write_recipe(found, base, emit)
+        _write_recipe(found, source.read_recipe(), emit)
 
 
 @plan.command("explain")
-def explain(
-    spec: flags.SPEC = None,
-    recipe: flags.RECIPE = None,
-    model: flags.MODEL = None,
-    gpu: flags.GPU = None,
-    num_gpus: flags.NUM_GPUS = None,
-    batch_groups: flags.BATCH = None,
-    group_size: flags.GROUP = None,
-    prompt_tok: flags.PROMPT = None,
-    response_tok: flags.RESPONSE = None,
-    response_cap: flags.CAP = None,
-    max_lag_steps: flags.LAG = None,
-    steps: flags.STEPS = None,
-    price: flags.PRICE = None,
-    objective: flags.OBJECTIVE = None,
-    calibration: flags.CALIBRATION = None,
-    changes: flags.CHANGES = None,
-) -> None:
+@takes_spec
+def explain(source: Source) -> None:
     """Say in words why the best plan is the best, what binds it, what would change it and what is uncertain.
 
     Example: headrace plan explain --model qwen3-30b-a3b --gpu h100 --num-gpus 32
     """
     from headrace.planner.explain import explain as explained
 
-    found, _ = _planned(spec, recipe, _given(locals()), changes)
-    typer.echo(explained(found))
+    typer.echo(explained(_planned(source)))
 
 
 @plan.command("compare")
@@ -115,7 +83,9 @@ def compare(
     what: Annotated[
         list[str], typer.Argument(metavar="A B...", help="Specs (TOML), saved plans (--json) or run folders.")
     ],
-    calibration: flags.CALIBRATION = None,
+    calibration: Annotated[
+        str | None, typer.Option("--calibration", help="For specs: name or file (headrace calibrate).")
+    ] = None,
 ) -> None:
     """Put plans beside each other, or a plan beside the run that followed it.
 
@@ -172,22 +142,14 @@ def list_models() -> None:
     print_models(out())
 
 
-def _given(local: dict[str, Any]) -> dict[str, Any]:
-    return {name: local[name] for name in flags.KEYS}
-
-
-def _planned(
-    spec: Path | None, recipe: Path | None, given: dict[str, Any], changes: list[str] | None
-) -> tuple[Plan, RunConfig | None]:
+def _planned(source: Source) -> Plan:
     from headrace.cli.calibrate import calibrations_dir
     from headrace.cli.console import err
-    from headrace.config.load import load_recipe
     from headrace.planner.plan import plan as make_plan
 
-    wanted: PlanSpec = flags.read_spec(spec, recipe, given, changes)
+    wanted = source.read()
     with err().status("searching") as status:
-        found = make_plan(wanted, calibrations=calibrations_dir(), progress=status.update)
-    return found, None if recipe is None else load_recipe(recipe)
+        return make_plan(wanted, calibrations=calibrations_dir(), progress=status.update)
 
 
 def _write_html(found: Plan, path: Path) -> None:

@@ -44,11 +44,12 @@ def _saved(path: Path) -> Side:
     from headrace.planner.outcome import Metrics
 
     try:
-        best = json.loads(path.read_text(encoding="utf-8"))["best"]
+        data = json.loads(path.read_text(encoding="utf-8"))
+        best = data["best"]
         metrics = TypeAdapter(Metrics).validate_python(best["metrics"])
         return Side(
             name=path.stem,
-            what=best["words"],
+            what=f"{best['words']} (calibration {data['calibration']})",
             metrics=metrics,
             usd_per_step=best["usd_per_step"],
             usd_per_mtok=best["usd_per_mtok"],
@@ -63,10 +64,11 @@ def _spec(path: Path, calibration: str | None) -> Side:
     from headrace.cli.plan_tables import Side
     from headrace.planner.plan import plan
 
-    found = plan(read_spec(path, None, {"calibration": calibration}, None), calibrations=calibrations_dir()).best
+    made = plan(read_spec(path, None, {"calibration": calibration}, None), calibrations=calibrations_dir())
+    found = made.best
     return Side(
         name=path.stem,
-        what=found.setting.words(),
+        what=f"{found.setting.words()} (calibration {made.calibration})",
         metrics=found.metrics,
         usd_per_step=found.usd_per_step,
         usd_per_mtok=found.usd_per_mtok,

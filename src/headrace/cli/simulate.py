@@ -7,23 +7,12 @@ from typing import Annotated
 
 import typer
 
-from headrace.cli import plan_spec as flags
+from headrace.cli.plan_spec import Source, takes_spec
 
 
+@takes_spec
 def simulate(
-    spec: flags.SPEC = None,
-    recipe: flags.RECIPE = None,
-    model: flags.MODEL = None,
-    gpu: flags.GPU = None,
-    num_gpus: flags.NUM_GPUS = None,
-    batch_groups: flags.BATCH = None,
-    group_size: flags.GROUP = None,
-    prompt_tok: flags.PROMPT = None,
-    response_tok: flags.RESPONSE = None,
-    response_cap: flags.CAP = None,
-    max_lag_steps: flags.LAG = None,
-    calibration: flags.CALIBRATION = None,
-    changes: flags.CHANGES = None,
+    source: Source,
     mode: Annotated[
         str | None, typer.Option("--mode", help="sync, one_step_off or pipeline.", show_default=False)
     ] = None,
@@ -55,7 +44,6 @@ def simulate(
 
     from headrace.cli.calibrate import calibrations_dir
     from headrace.cli.console import err, out
-    from headrace.config.load import load_recipe
     from headrace.errors import ConfigError, boundary
     from headrace.planner.calibrations import choose
     from headrace.planner.evaluate import evaluate_setting
@@ -63,14 +51,13 @@ def simulate(
     from headrace.planner.search import search
     from headrace.planner.sim_trace import Trace
 
-    given = {name: value for name, value in locals().items() if name in flags.KEYS}
     fixed = {"search.modes": mode, "search.gen_gpus": gen_gpus, "search.gen_tp": gen_tp}
     narrowed = [f"{key}={json.dumps([value])}" for key, value in fixed.items() if value is not None]
-    wanted = flags.read_spec(spec, recipe, given, [*narrowed, *(changes or [])])
+    wanted, recipe = source.read(narrowed), source.read_recipe()
     constants = choose(wanted, calibrations_dir())
     with err().status("simulating"):
         if recipe is not None and wanted.cluster.gpu == CPU and not narrowed:
-            setting = setting_of_recipe(load_recipe(recipe), wanted.cluster.num_gpus)
+            setting = setting_of_recipe(recipe, wanted.cluster.num_gpus)
         else:
             setting = search(wanted, constants=constants).best.setting
         if max_running is not None:
@@ -78,7 +65,11 @@ def simulate(
         lanes = Trace() if trace is not None else None
         found = evaluate_setting(wanted, setting, constants, steps=sim_steps, trace=lanes)
     if as_json:
-        data = {"setting": dataclasses.asdict(setting), "metrics": dataclasses.asdict(found.metrics)}
+        data = {
+            "calibration": constants.name,
+            "setting": dataclasses.asdict(setting),
+            "metrics": dataclasses.asdict(found.metrics),
+        }
         typer.echo(json.dumps(data, indent=1))
     else:
         from headrace.cli.plan_tables import print_simulation
@@ -90,6 +81,7 @@ def simulate(
             usd_per_step=found.usd_per_step,
             usd_per_mtok=found.usd_per_mtok,
         )
+        out().print(f"calibration {constants.name} ({constants.date})", style="dim")
     if trace is not None and lanes is not None:
         with boundary(ConfigError, f"writing --trace {trace}"):
             lanes.write(trace)

@@ -19,8 +19,9 @@ SMALL = [
 
 
 @pytest.fixture(autouse=True)
-def _no_calibrations(headrace_home: Path) -> None:
+def _no_calibrations(headrace_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans use what the machine's user has calibrated; tests must not."""
+    monkeypatch.delenv("HEADRACE_SERVING_DATA", raising=False)
 
 
 def run(*args: str) -> Result:
@@ -56,6 +57,7 @@ def test_two_plans_and_one_saved_plan_are_compared(tmp_path: Path) -> None:
     )
     done = run("plan", "compare", str(saved), str(spec))
     assert "saved" in done.stdout
+    assert "calibration builtin" in " ".join(done.stdout.split())
     assert "other" in done.stdout
     assert "samples/s" in done.stdout
 
@@ -65,7 +67,8 @@ def test_simulate_takes_a_fixed_split_and_writes_a_trace(tmp_path: Path) -> None
     done = run(
         "simulate", *SMALL, "--mode", "pipeline", "--gen-gpus", "4", "--sim-steps", "6", "--json", "--trace", str(trace)
     )
-    assert json.loads(done.stdout)["setting"]["gen_gpus"] == 4
+    shown = json.loads(done.stdout)
+    assert (shown["setting"]["gen_gpus"], shown["calibration"]) == (4, "builtin")
     events = json.loads(trace.read_text())["traceEvents"]
     assert {"train", "swap"} <= {event["name"] for event in events}
 
