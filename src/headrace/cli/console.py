@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
@@ -47,6 +48,16 @@ def show_log() -> None:
 def warn(message: str) -> None:
     """A warning in yellow."""
     err().print(Text(f"warning: {message}", style="yellow"), soft_wrap=True)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that a user named, whole or not at all. OSError as it comes."""
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -170,11 +170,11 @@ def _write_html(found: Plan, path: Path) -> None:
 
 
 def _write_recipe(found: Plan, base: RunConfig | None, path: Path) -> None:
-    from headrace.cli.console import err
+    from headrace.cli.console import err, write_whole
     from headrace.errors import ConfigError, boundary
     from headrace.planner.recipe import recipe_of_plan
 
     text = recipe_of_plan(found.spec, found.best.setting, base=base, about=found.about())
     with boundary(ConfigError, f"writing --emit {path}"):
-        path.write_text(text, encoding="utf-8")
+        write_whole(path, text)
     err().print(f"recipe: {path}  (headrace train {path})", style="dim", soft_wrap=True)

@@ -43,7 +43,7 @@ def simulate(
     import json
 
     from headrace.cli.calibrate import calibrations_dir
-    from headrace.cli.console import err, out
+    from headrace.cli.console import err, out, write_whole
     from headrace.errors import ConfigError, boundary
     from headrace.planner.calibrations import choose
     from headrace.planner.evaluate import evaluate_setting
@@ -84,5 +84,5 @@ def simulate(
         out().print(f"calibration {constants.name} ({constants.date})", style="dim")
     if trace is not None and lanes is not None:
         with boundary(ConfigError, f"writing --trace {trace}"):
-            lanes.write(trace)
+            write_whole(trace, lanes.chrome_json())
         err().print(f"trace: {trace}", style="dim", soft_wrap=True)

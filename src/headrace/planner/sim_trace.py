@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from headrace.flow.events import Decision, Event
@@ -48,10 +47,6 @@ class Trace:
     def chrome_json(self) -> str:
         """The Chrome trace event format (object form), times in microseconds."""
         return json.dumps({"traceEvents": self._events, "displayTimeUnit": "ms"}, allow_nan=False)
-
-    def write(self, path: Path) -> None:
-        """Write `chrome_json` to a file."""
-        path.write_text(self.chrome_json(), encoding="utf-8")
 
 
 def _us(seconds: float) -> float:

@@ -79,6 +79,14 @@ def test_a_recipe_is_simulated_as_it_is() -> None:
     assert (setting["mode"], setting["colocated"], setting["gen_tp"]) == ("sync", True, 2)
 
 
+def test_a_recipe_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    target = tmp_path / "planned.toml"
+    target.mkdir()  # a folder of that name stands in the way of the rename
+    with pytest.raises(ConfigError, match="writing --emit"):
+        run("plan", *SMALL, "--emit", str(target))
+    assert list(tmp_path.iterdir()) == [target]
+
+
 def test_explain_fixtures_chips_and_models_are_readable() -> None:
     assert "What binds" in run("plan", "explain", *SMALL).stdout
     assert "h100" in run("plan", "chips").stdout
