@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from headrace.errors import PlanError
 from headrace.planner.assemble import CostBook
@@ -66,6 +67,22 @@ def phases(spec: PlanSpec, constants: Constants, start: Found, say: Callable[[st
             )
         )
     return tuple(found)
+
+
+def run_s(steps: int, schedule: Sequence[Phase]) -> tuple[float, float | None]:
+    """Seconds of the whole run: with the best setting everywhere, and with the first one kept (None where it cannot run
+    to the end). Step times are linear between the points."""
+    at = [phase.at_frac for phase in schedule]
+    best = steps * _mean_over(at, [phase.best_step_s for phase in schedule])
+    static = [phase.static_step_s for phase in schedule]
+    known = [s for s in static if s is not None]
+    return best, steps * _mean_over(at, known) if len(known) == len(static) else None
+
+
+def _mean_over(at: Sequence[float], values: Sequence[float]) -> float:
+    """Mean from 0 to 1 of a function that is linear between its points and constant outside of them."""
+    x, y = [0.0, *at, 1.0], [values[0], *values, values[-1]]
+    return sum((b - a) * (u + v) / 2 for (a, b), (u, v) in zip(pairwise(x), pairwise(y), strict=True))
 
 
 def _step_s(spec: PlanSpec, constants: Constants, setting: Setting, at: float) -> float | None:

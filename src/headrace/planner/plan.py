@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,12 @@ from headrace.planner.drift import drift_points
 from headrace.planner.evaluate import Evaluated
 from headrace.planner.facts import Grade
 from headrace.planner.hosted import Hosted, hosted_lines
-from headrace.planner.phases import Phase, phases
+from headrace.planner.phases import Phase, phases, run_s
 from headrace.planner.recipe import recipe_of_plan
 from headrace.planner.search import Found, search
 from headrace.planner.sensitivity import Band, Remedy, Sensitivity
 from headrace.planner.spec import PlanSpec
+from headrace.telemetry.format import duration
 
 __all__ = ["Band", "Phase", "Plan", "Point", "Remedy", "Sensitivity", "Term", "plan"]
 
@@ -163,6 +164,7 @@ def plan(
     say("weighing what would change it")
     book = CostBook(spec, used)
     speedup = sensitivity.speedup_band(spec, used, found) if found.best_sync is not None else None
+    schedule = phases(spec, used, found, say) if len(drift_points(spec.drift)) > 1 else ()
     hosted = hosted_lines(book, found.best)
     return Plan(
         spec=spec,
@@ -176,9 +178,9 @@ def plan(
         remedies=sensitivity.remedies(spec, used, found.best),
         sensitivities=sensitivity.sensitivities(spec, used, found),
         terms=_terms(book),
-        phases=phases(spec, used, found, say) if len(drift_points(spec.drift)) > 1 else (),
+        phases=schedule,
         hosted=hosted,
-        notes=(*_notes(book, found), *(line.words() for line in hosted)),
+        notes=(*_drift_note(spec, schedule), *_notes(book, found), *(line.words() for line in hosted)),
         screened=len(found.estimates),
         pruned=found.pruned,
         points=tuple(
@@ -227,6 +229,17 @@ def _terms(book: CostBook) -> tuple[Term, ...]:
         price = book.gen_chip.usd_per_h
         terms.append(Term(name="price", grade=price.grade, source=f"{price.value:g} $/h, {price.source}, {price.date}"))
     return tuple(terms)
+
+
+def _drift_note(spec: PlanSpec, schedule: Sequence[Phase]) -> list[str]:
+    if not schedule:
+        return []
+    moved_s, static_s = run_s(spec.steps, schedule)
+    kept = "cannot run to the end" if static_s is None else f"takes {duration(static_s)}"
+    return [
+        f"wall time and dollars above are those of the start; under this drift {spec.steps} steps take "
+        f"{duration(moved_s)} when the split moves with it, and the first split kept {kept}"
+    ]
 
 
 def _notes(book: CostBook, found: Found) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from headrace.planner.constants import MeasuredLaw, ServingSet, builtin, save
 from headrace.planner.explain import explain
 from headrace.planner.facts import Fact
 from headrace.planner.fixtures_data import load_fixture
+from headrace.planner.phases import run_s
 from headrace.planner.plan import Plan, plan
 from headrace.planner.recipe import recipe_of_plan, spec_of_recipe
 from headrace.planner.sensitivity import slower
@@ -104,6 +105,11 @@ def test_under_drift_a_plan_is_a_schedule() -> None:
     assert [phase.at_frac for phase in drifting.phases] == [0.0, 0.5, 1.0]
     assert drifting.phases[0].regret_frac == pytest.approx(0.0, abs=1e-9)
     assert all(p.regret_frac is None or p.regret_frac >= 0.0 for p in drifting.phases)
+    moved_s, static_s = run_s(200, drifting.phases)
+    first, middle, last = (phase.best_step_s for phase in drifting.phases)
+    assert moved_s == pytest.approx(200 * (first / 4 + middle / 2 + last / 4))
+    assert static_s is None or static_s >= moved_s
+    assert any("the split moves" in note for note in drifting.notes)
     assert drifting.phases[-1].best_step_s > 1.5 * drifting.phases[0].best_step_s
 
 
